@@ -308,8 +308,9 @@ class _Wrapper:
         """See `_Methods.step`."""
         if self._accumulates and (grad_scaler is not None or issubclass(self.base, torch.optim.LBFGS)):
             raise ValueError(
-                "hvd.shard(..., microbatches=) does not go with a GradScaler or LBFGS, which look at every gradient; "
-                "leave microbatches out (with autocast to bfloat16 no GradScaler is needed)"
+                "hvd.shard(..., microbatches=) does not go with a GradScaler or LBFGS, which look at every gradient, "
+                "nor do the parts of a batch that hvd.catch_out_of_memory caught; leave microbatches out, or take "
+                "smaller batches (with autocast to bfloat16 no GradScaler is needed)"
             )
         if issubclass(self.base, torch.optim.LBFGS) and closure is not None:
             self.stepped = True

@@ -6,8 +6,10 @@ other, and goes with the next push. So a link that takes k steps for a gradient 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,13 +66,21 @@ class LateSender:
         link: Connection to the parent.
         name: Of the thread.
         receive: Gets the parent's parameters of a step or later; None where it has none within some time.
+        streams: Makes a context with streams of the thread's own: what `Compression.auto` has left to send is on a
+            device, where the training's kernels are queued on the default stream.
 
     Attributes:
         unanswered: After `close`: what was on its way without an answer, which the parent may have or not.
     """
 
-    def __init__(self, link: Link, name: str, receive: Callable[[int], Snapshot | None]) -> None:
-        self._link, self._receive = link, receive
+    def __init__(
+        self,
+        link: Link,
+        name: str,
+        receive: Callable[[int], Snapshot | None],
+        streams: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        self._link, self._receive, self._streams = link, receive, streams
         self._changed = ordered_condition("LateSender._changed")
         self._waiting: Sum | None = None
         self.unanswered: Sum | None = None
@@ -143,6 +153,10 @@ class LateSender:
     # ---- the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with self._streams():
+            self._send_all()
+
+    def _send_all(self) -> None:
         try:
             while (job := self._next()) is not None:
                 began_s = time.monotonic()

@@ -30,11 +30,12 @@ _MOST_HALF = 60_000.0  # The largest float16 is 65504.
 
 @dataclass(slots=True)
 class _Matrix:
-    """One parameter in the bucket: where it begins, its form, and the basis it is projected on in the next step."""
+    """One parameter in the bucket: where it begins, its form, the first basis, and that of the next step."""
 
     start: int
     rows: int
     cols: int
+    first: torch.Tensor
     basis: torch.Tensor
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
@@ -62,6 +63,7 @@ class BucketCodec:
         self._matrices = self._layout()
         self._dense = self._between()
         self._sent = NONE
+        self._sum: torch.Tensor | None = None  # Of what was decoded, until the host has looked at it.
         self.begin(streams, world_size)
 
     def begin(self, streams: Streams, world_size: int) -> None:
@@ -74,7 +76,7 @@ class BucketCodec:
         """As `begin`, in the same job."""
         self._across = False  # Whether the transposed matrices are projected: in every second step.
         for matrix in self._matrices:
-            matrix.basis = self._first_basis(matrix)
+            matrix.basis = matrix.first
 
     # ---- layout ---------------------------------------------------------------------------------------------
 
@@ -84,7 +86,8 @@ class BucketCodec:
             rows = _rows(param)
             cols = param.numel() // rows if rows else 0
             if rows and 2 * RANK * (rows + cols) < param.numel():  # Less than a quarter travels, on the average.
-                found.append(_Matrix(start, rows, cols, torch.empty(0)))
+                first = self._first_basis(start, cols)
+                found.append(_Matrix(start, rows, cols, first, first))
             start += param.numel()
         return found
 
@@ -97,9 +100,10 @@ class BucketCodec:
         runs.append((begin, self._bucket.numel))
         return [(first, last) for first, last in runs if last > first]
 
-    def _first_basis(self, matrix: _Matrix) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(1_000_003 * self._bucket.index + matrix.start)
-        values = torch.randn(matrix.cols, RANK, generator=generator, dtype=self._dtype)
+    def _first_basis(self, start: int, cols: int) -> torch.Tensor:
+        """Made on the host, so that it is the same whatever the devices; once, since copying it waits for them."""
+        generator = torch.Generator().manual_seed(1_000_003 * self._bucket.index + start)
+        values = torch.randn(cols, RANK, generator=generator, dtype=self._dtype, device="cpu")
         return _orthonormal(values).to(self._bucket.flat.device)
 
     # ---- one step -------------------------------------------------------------------------------------------
@@ -135,7 +139,7 @@ class BucketCodec:
         return reduced
 
     def decode(self, reduced: torch.Tensor, flat: torch.Tensor) -> None:
-        """Put the sum of all contributions into `flat`."""
+        """Put the sum of all contributions into `flat`. Of a step's buckets `to_check` has to follow."""
         if self._sent == NONE:
             self._bucket.from_wire(reduced, flat)
             return
@@ -144,9 +148,15 @@ class BucketCodec:
             flat.copy_(reduced)
         else:
             self._from_factors(reduced, flat)
-        if not bool(torch.isfinite(reduced.sum(dtype=torch.float64))):
-            self._drop_infinite()
+        self._sum = reduced.sum(dtype=torch.float64)
         self._fence = self._streams.give_one(KEPT, flat)
+
+    def to_check(self) -> torch.Tensor | None:
+        """The sum behind the last `decode`, on its device; if it is no number `drop_infinite` has to follow. Once."""
+        found, self._sum = self._sum, None
+        if found is not None:
+            self._fence.order(found)
+        return found
 
     def _order(self, *tensors: torch.Tensor) -> None:
         kept = [] if self._residual is None else [self._residual]
@@ -196,7 +206,8 @@ class BucketCodec:
         for matrix, factor in self._factors(reduced, at):
             mean = matrix.of(flat)
             mean = mean.T if self._across else mean
-            mean.copy_(torch.mm(factor, matrix.basis.T))
+            # Into a tensor that is given: else autocast, in which a program may step, would compute in half precision.
+            mean.copy_(torch.mm(factor, matrix.basis.T, out=factor.new_empty(mean.shape)))
             matrix.basis = _orthonormal(factor)
         flat[-1] = reduced[self._weight_at(reduced)]
         self._across = not self._across
@@ -212,11 +223,13 @@ class BucketCodec:
     def _weight_at(self, reduced: torch.Tensor) -> int:
         return reduced.numel() - self._bucket.tail - 1
 
-    def _drop_infinite(self) -> None:
+    def drop_infinite(self) -> None:
         """A gradient that was no number is in this step, on all ranks, and in no later one."""
+        self._order()
         self.restart()
-        if self._residual is not None and not bool(torch.isfinite(self._residual).all()):
-            self._residual = None
+        if (left := self._residual) is not None:  # Without a look of the host's at the device.
+            self._residual = torch.where(torch.isfinite(left).all(), left, torch.zeros_like(left))
+            self._fence = self._streams.give_one(KEPT, self._bucket.flat)
 
     # ---- to one rank ----------------------------------------------------------------------------------------
 

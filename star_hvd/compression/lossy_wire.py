@@ -8,6 +8,7 @@ the leader of that plan has asked again: ranks that join have read none of the h
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -101,8 +102,23 @@ class LossyWire(Wire):
         with self._lock:
             self._codecs[bucket.index].decode(reduced, flat)
 
+    def decoded(self) -> None:
+        with self._lock:
+            sums = [(codec, found) for codec in self._codecs if (found := codec.to_check()) is not None]
+        if not sums:
+            return
+        self._streams.await_host()  # Once, and without the lock.
+        infinite = [codec for codec, found in sums if not math.isfinite(float(found))]
+        with self._lock:
+            for codec in infinite:
+                codec.drop_infinite()
+
     def arrived(self) -> None:
         self._arrived_s = self._clock()
+
+    def computed(self, ago_s: float) -> None:
+        if self._arrived_s is not None:
+            self._arrived_s = max(self._arrived_s, self._clock() - ago_s)
 
     def ended(self, asked: int) -> None:
         now_s = self._clock()

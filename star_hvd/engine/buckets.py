@@ -193,8 +193,14 @@ class Wire:
         """Bring the reduced values back into `flat`."""
         bucket.from_wire(reduced, flat)
 
+    def decoded(self) -> None:
+        """All buckets of a step are decoded, by this thread or before. The host may wait for the device here."""
+
     def arrived(self) -> None:
         """The training thread waits for the reduction from here on."""
+
+    def computed(self, ago_s: float) -> None:
+        """The gradient of the step that is waited for was computed on a device so long ago: `arrived` came before."""
 
     def ended(self, asked: int) -> None:
         """A step of gradients has ended, whose leader asked for a form of the next one."""

@@ -13,6 +13,7 @@ All hand-overs, by the name of their fence (T training thread and autograd's, H 
 
 | name          | giver   | taker   | what is handed over                                 | where                   |
 |---------------|---------|---------|-----------------------------------------------------|-------------------------|
+| `parts`       | T       | T       | a bucket's gradients, of several of autograd's streams | `Streams.gather` |
 | `gradient`    | T       | H, T    | a bucket's gradient, in modes that close without it | `StepEngine.defer`     |
 | `norm`        | H, T    | T, host | squared norm of the local gradient                  | `StepEngine.arrive`    |
 | `kept`        | H, T, S | H, T    | a late gradient until its bucket is next submitted  | `LateGradients`         |
@@ -64,6 +65,7 @@ __all__ = [
     "NAMES",
     "NORM",
     "PARAMS",
+    "PARTS",
     "SHADOW",
     "SHADOW_READ",
     "SUBMITTED",
@@ -77,10 +79,10 @@ __all__ = [
 
 GRADIENT, NORM, KEPT, BUCKET, MEANS, AVERAGED = "gradient", "norm", "kept", "bucket", "means", "averaged"
 PARAMS, COPIED, SHADOW, SHADOW_READ, HOST = "params", "copied", "shadow", "shadow_read", "host"
-TRANSMIT, SUBMITTED, APPLIED = "transmit", "submitted", "applied"
+TRANSMIT, SUBMITTED, APPLIED, PARTS = "transmit", "submitted", "applied", "parts"
 NAMES = (
-    GRADIENT, NORM, KEPT, BUCKET, MEANS, AVERAGED, PARAMS, COPIED, SHADOW, SHADOW_READ, HOST, TRANSMIT, SUBMITTED,
-    APPLIED,
+    PARTS, GRADIENT, NORM, KEPT, BUCKET, MEANS, AVERAGED, PARAMS, COPIED, SHADOW, SHADOW_READ, HOST, TRANSMIT,
+    SUBMITTED, APPLIED,
 )  # fmt: skip
 
 _POLL_S = 0.0001
@@ -102,8 +104,12 @@ class Backend(Protocol):
         """Whether operations on this tensor are queued on streams."""
         ...
 
-    def record(self, device: torch.device, name: str) -> Event:
-        """An event behind everything the calling thread has queued on its current stream of `device`."""
+    def present_stream(self, device: torch.device) -> Any:
+        """The calling thread's current stream of `device`; equal to itself, and hashable."""
+        ...
+
+    def record(self, device: torch.device, name: str, stream: Any = None) -> Event:
+        """An event behind everything that is queued on a stream of `device`, by default the current one."""
         ...
 
     def wait(self, device: torch.device, event: Any, name: str) -> None:
@@ -128,9 +134,12 @@ class _Cuda:
     def queues(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cuda
 
-    def record(self, device: torch.device, name: str) -> torch.cuda.Event:
+    def present_stream(self, device: torch.device) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(device)
+
+    def record(self, device: torch.device, name: str, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(device))
+        event.record(stream or torch.cuda.current_stream(device))
         return event
 
     def wait(self, device: torch.device, event: torch.cuda.Event, name: str) -> None:
@@ -240,6 +249,7 @@ class Streams:
     def __init__(self, buckets: Sequence[Bucket], backend: Backend = CUDA) -> None:
         self._buckets = buckets
         self._backend = backend
+        self._parts_on: dict[int, set[Any]] = {}  # By bucket, the streams that write parts of its gradient.
         self.devices: tuple[torch.device, ...] = ()
         self.renew()
 
@@ -259,6 +269,24 @@ class Streams:
         if not self.devices or not self._backend.queues(tensor):
             return DONE
         return Fence(self._backend, name, [(tensor.device, self._backend.record(tensor.device, name))])
+
+    def note_part(self, index: int, flat: torch.Tensor) -> None:
+        """The calling thread has queued a part of what fills a bucket, whose buffer is `flat`; see `gather`."""
+        if self.devices and self._backend.queues(flat):
+            self._parts_on.setdefault(index, set()).add(self._backend.present_stream(flat.device))
+
+    def gather(self, index: int, flat: torch.Tensor) -> None:
+        """The last part of a bucket is queued: the calling thread's current stream goes on only behind all of them.
+
+        Autograd accumulates each gradient on the stream of the parameter's forward pass, and a program may have
+        several; only behind the whole backward pass are they in order.
+        """
+        streams = self._parts_on.pop(index, None)
+        if streams is not None and len(streams) > 1:
+            here = self._backend.present_stream(flat.device)
+            for stream in streams:
+                if stream != here:
+                    self._backend.wait(flat.device, self._backend.record(flat.device, PARTS, stream), PARTS)
 
     def await_host(self, deadline_s: float = _HOST_DEADLINE_S) -> None:
         """Block until everything the calling thread has queued is done, before the host reads it.

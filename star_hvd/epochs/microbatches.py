@@ -69,6 +69,8 @@ class LeasedMicrobatches:
     def _await_part(self) -> bool:
         """Reserve the next micro-batch of this step; False where it is over for this rank."""
         run, stock = self._run, self._stock
+        if stock.at_work:  # Kernels of a whole share are launched in no time: nothing of it could be taken over.
+            run.await_devices()
         began_s = time.monotonic()
         if not stock.begun and (not stock.decided(0.0 if stock.left_out else SOON_S) or stock.went_by):
             # This rank has nothing of the step, and gives no gradient unless it takes over something.

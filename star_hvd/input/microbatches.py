@@ -178,6 +178,12 @@ class MicrobatchStock:
         with self._changed:
             return len(self._begun)
 
+    @property
+    def at_work(self) -> bool:
+        """Whether the training thread works on a micro-batch whose end it has not said."""
+        with self._changed:
+            return self._began_s != 0.0
+
     def take(self) -> Microbatch:
         """The micro-batch that was reserved: the training thread works on it from now on."""
         with self._changed:

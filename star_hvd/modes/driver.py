@@ -254,6 +254,8 @@ class StepDriver:
         with self.named_failures():
             self._await_own()
             self._look_at_device(wait=True)
+            if self.engine.streams.devices:
+                self.engine.wire.computed(time.monotonic() - self._computed_s)
             result = self.engine.finish_own()
         self.reporter.wait_s = time.monotonic() - self._computed_s
         self.reporter.log_step(result.step, self._loss, self.reporter.wait_s, late=False)

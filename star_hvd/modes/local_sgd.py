@@ -130,7 +130,10 @@ class LocalSteps:
     def _fold(self, bucket: Bucket, weight: float) -> float:
         """A gradient from before this mode joins this rank's next one: mean over both weights. Returns their sum."""
         flat = self._weighted(bucket, weight)
-        self._engine.fold_late(bucket, flat)
+        if not self._engine.fold_late(bucket, flat):
+            if weight not in (0.0, 1.0):
+                flat[:-1].div_(weight)
+            return weight
         self._engine.streams.await_host()
         total = float(flat[-1])
         if total not in (0.0, 1.0):
@@ -336,7 +339,9 @@ class LocalSteps:
                 key
                 for param in bucket.params
                 for key, value in state.get(param, {}).items()
-                if isinstance(value, torch.Tensor) and value.shape == param.shape and value.is_floating_point()
+                if isinstance(value, torch.Tensor)
+                and value.shape == param.shape
+                and value.is_floating_point()
                 and value.dim() > 0
             }
         )

@@ -85,7 +85,7 @@ class ChildSteps:
         self._answered = True
         self._loaded: list[int] = []  # Versions of the parameters as the parent's newest were written to them.
         name = f"star-late-{engine.rank}"
-        self._sender = LateSender(link, name, self._newest) if background else None
+        self._sender = LateSender(link, name, self._newest, engine.streams.own) if background else None
 
     @property
     def over(self) -> bool:

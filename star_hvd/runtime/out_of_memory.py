@@ -15,6 +15,8 @@ for any slow rank, and the coordinator is notified of the limit, so that batch s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import gc
 import logging
 import traceback
 from collections import deque
@@ -34,7 +36,13 @@ __all__ = ["Repeats", "catch_out_of_memory", "cut_batch"]
 
 logger = logging.getLogger("star_hvd")
 
-_SIGNS = ("CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator: can't allocate memory")
+_SIGNS = (
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDA error: out of memory",  # Outside torch's allocator: a module that is loaded, a library's work space.
+    "CUDA out of memory",
+    "DefaultCPUAllocator: can't allocate memory",
+)
 """What torch says in a plain `RuntimeError` where memory was short."""
 
 
@@ -172,7 +180,7 @@ class catch_out_of_memory:
         if reason:
             logger.error("a batch that ran out of memory is not repeated in parts: %s", reason)
             return False
-        _release(trace)
+        _release(error, trace)
         return True
 
 
@@ -182,20 +190,65 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
 
 
-def _release(trace: TracebackType | None) -> None:
+def _release(error: BaseException, trace: TracebackType | None) -> None:
     """Free the graph of the pass that failed: what its calls still hold, and the tensors of the loop itself."""
-    if trace is None:
-        return
-    traceback.clear_frames(trace)
-    local = trace.tb_frame.f_locals
-    for value in list(local.values()):
-        if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-            with contextlib.suppress(RuntimeError):  # A view, which goes when the loop assigns it again.
-                value.detach_()
-    if local is not trace.tb_frame.f_globals:
-        local.clear()  # A copy of the variables, which would keep them alive.
+    _clear_frames(error)
+    if trace is not None:
+        local = trace.tb_frame.f_locals
+        _cut_graph(list(_computed(list(local.values()))))
+        if local is not trace.tb_frame.f_globals and isinstance(local, dict):
+            local.clear()  # A copy of the variables, which would keep them alive.
+    gc.collect()  # Calls that caught errors, and graphs with hooks, are often held by themselves alone.
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Let go of the variables of all calls that ended by an error, or by one that it came from."""
+    left: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            left += [each.__cause__, each.__context__]
+
+
+def _computed(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    """The tensors among variables and in containers, a model's output for example, that hold a graph."""
+    if isinstance(value, torch.Tensor):
+        if value.grad_fn is not None:
+            yield value
+        return
+    if isinstance(value, Mapping):
+        parts = list(value.values())
+    elif isinstance(value, (list, tuple, set)):
+        parts = list(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = list(getattr(value, "__dict__", {}).values())
+    else:
+        return
+    if depth:
+        for part in parts:
+            yield from _computed(part, depth - 1)
+
+
+def _cut_graph(tensors: list[torch.Tensor]) -> None:
+    """Leave the values of tensors and let go of the graph they were computed in.
+
+    A view cannot be detached in place; it becomes a detached one of the same memory, once no graph has it saved.
+    """
+    views = []
+    for tensor in tensors:
+        try:
+            tensor.detach_()
+        except RuntimeError:
+            views.append(tensor)
+    for view in views:
+        with contextlib.suppress(RuntimeError):  # Else it goes when the loop assigns it again.
+            if view.grad_fn is not None:
+                torch.utils.swap_tensors(view, view.detach())
 
 
 def cut_batch(data: Any, start: int, stop: int, size: int) -> Any:

@@ -419,6 +419,15 @@ class Runtime:
         """First steps that are not wholly submitted here, of the optimizers that are in use."""
         return [driver.engine.next_step for driver in list(self.drivers.values()) if not driver.dropped]
 
+    def await_devices(self) -> None:
+        """Wait until the devices have done what the training thread, which calls this, has queued.
+
+        Raises:
+            DeadlineError: They have not within `step_deadline_s`.
+        """
+        for driver in list(self.drivers.values()):
+            driver.engine.streams.await_host(self.config.step_deadline_s)
+
     def check_shares(self, batch: int) -> None:
         """Whether the batch shares that the user asked for fit a loader's batches.
 

@@ -26,8 +26,7 @@ from star_hvd import env
 from star_hvd.telemetry.headroom import CpuHeadroom
 from star_hvd.threads import supervised
 
-__all__ = ["Gpu", "ResourceSampler", "Resources", "cgroup_directory", "gpu_identity", "open_gpu",
-           "samples_in_memory"]
+__all__ = ["Gpu", "ResourceSampler", "Resources", "cgroup_directory", "gpu_identity", "open_gpu", "samples_in_memory"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -153,8 +152,14 @@ class ResourceSampler:
         elapsed_s, self._at_s = now_s - self._at_s, now_s
         values = {"interval_s": elapsed_s, "load": self._load()}
         counters: dict[str, float] = {}
-        sources = (_read_cpu, _read_schedstat, self._read_pressure, self._read_throttling, self._read_network,
-                   self._headroom.counters)
+        sources = (
+            _read_cpu,
+            _read_schedstat,
+            self._read_pressure,
+            self._read_throttling,
+            self._read_network,
+            self._headroom.counters,
+        )
         for read in sources:
             with contextlib.suppress(OSError, ValueError, IndexError, KeyError, psutil.Error):
                 counters |= read()
@@ -208,8 +213,8 @@ class ResourceSampler:
         lines = (self._cgroup / "cpu.stat").read_text(encoding="ascii").split("\n")
         stat = dict(line.split(" ", 1) for line in lines if " " in line)
         # Version 1 counts nanoseconds under another name.
-        throttled_s = 1e-6 * float(stat["throttled_usec"]) if "throttled_usec" in stat else 1e-9 * float(
-            stat["throttled_time"]
+        throttled_s = (
+            1e-6 * float(stat["throttled_usec"]) if "throttled_usec" in stat else 1e-9 * float(stat["throttled_time"])
         )
         return {
             "throttled_share": throttled_s,
@@ -254,6 +259,8 @@ def gpu_identity(optimizer: Any) -> str | None:
 def samples_in_memory(batch: int, device: Any) -> int:
     """Samples in a batch with which a GPU would be full, as if all it holds grew with the batch; 0 for a CPU.
 
+    What other processes have of it now, other ranks of the job for example, is not to be had.
+
     Args:
         batch: Samples of the largest batch so far.
         device: Where the parameters are, a `torch.device`.
@@ -263,7 +270,8 @@ def samples_in_memory(batch: int, device: Any) -> int:
     import torch
 
     peak = torch.cuda.max_memory_allocated(device)
-    return max(batch, int(batch * _USABLE * torch.cuda.mem_get_info(device)[1] / peak)) if peak else 0
+    within_reach = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return max(batch, int(batch * _USABLE * within_reach / peak)) if peak else 0
 
 
 class Gpu:
@@ -300,10 +308,12 @@ class Gpu:
             "gpu_busy_share": lambda: 0.01 * nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
             "gpu_throttle_reasons": lambda: self._reasons(handle),
             # NVML measures these for 20 ms each, in KB/s.
-            "gpu_pcie_in_bytes_per_s": lambda: 1024.0
-            * nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES),
-            "gpu_pcie_out_bytes_per_s": lambda: 1024.0
-            * nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES),
+            "gpu_pcie_in_bytes_per_s": lambda: (
+                1024.0 * nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_RX_BYTES)
+            ),
+            "gpu_pcie_out_bytes_per_s": lambda: (
+                1024.0 * nvml.nvmlDeviceGetPcieThroughput(handle, nvml.NVML_PCIE_UTIL_TX_BYTES)
+            ),
             "gpu_pcie_generation": lambda: nvml.nvmlDeviceGetCurrPcieLinkGeneration(handle),
             "gpu_pcie_width": lambda: nvml.nvmlDeviceGetCurrPcieLinkWidth(handle),
         }
@@ -344,9 +354,7 @@ def open_gpu(identity: str, nvml: ModuleType | Any | None = None) -> Gpu | None:
     return None
 
 
-def cgroup_directory(
-    proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
-) -> Path | None:
+def cgroup_directory(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Path | None:
     """The folder with `cpu.stat` of this process's cgroup, version 2 or 1; None where there is none.
 
     In a container `proc` may give a path of the host; the container's cgroup is then at the mount itself.

@@ -128,6 +128,7 @@ class BucketCore:
         self._where: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
         self._unready: list[int] = []
         self._given: set[torch.nn.Parameter] = set()
+        self._giving = False  # A gradient is on its way into its bucket, or that to its reduction.
         self._hooks: list[Any] = []
         self._result: Result | None = None
         self._outcome = ""
@@ -314,6 +315,7 @@ class BucketCore:
         if param in self._given:
             return
         self._end_synchronized()
+        self._giving = True  # It stays so where memory runs out on the way.
         self._given.add(param)
         bucket, position = self._where[param]
         if self._sparse.is_sparse(param):
@@ -321,11 +323,15 @@ class BucketCore:
             self._sparse.give(param, bucket.views[position], f"{self.driver.engine.prefix}.s{bucket.index}.{position}")
         else:
             bucket.adopt(position)
+        streams = self.driver.engine.streams
+        streams.note_part(bucket.index, bucket.flat)
         self._unready[bucket.index] -= 1
         if self._unready[bucket.index] == 0:
+            streams.gather(bucket.index, bucket.flat)
             parts = self.in_hand is not None or self._accumulation.count
             self.driver.engine.weight = self._accumulation.weight if parts else self.run.batch_weight(self.passes)
             self.driver.give(bucket)
+        self._giving = False
 
     # ---- a step ---------------------------------------------------------------------------------------------
 
@@ -353,6 +359,8 @@ class BucketCore:
 
     def _whole_only(self) -> str:
         """Why a batch that ran out of memory cannot be repeated in parts, empty where it can."""
+        if self._giving:
+            return "it was raised while a gradient was handed to its reduction"
         if self.passes != 1:
             return f"backward_passes_per_step is {self.passes}"
         if self._sparse.any:
@@ -440,6 +448,7 @@ class BucketCore:
         self._delay = dict.fromkeys(self._delay, self.passes)
         self._unready = [len(bucket.params) for bucket in self._buckets]
         self._given.clear()
+        self._giving = False
 
     def _end_synchronized(self) -> None:
         """Count a step that was synchronized but never applied: the next gradient belongs to the next step."""

@@ -15,7 +15,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 RANK = int(os.environ.get("HOROVOD_RANK", "0"))
@@ -88,7 +88,7 @@ class Poisoned:
 
     Args:
         mode: Of the optimizer.
-        kind: `sgd` or `momentum`.
+        kind: `sgd`, `momentum`, or `background`: transfers behind compute.
     """
 
     def __init__(self, mode: str, kind: str) -> None:
@@ -98,7 +98,12 @@ class Poisoned:
             inner,
             named_parameters=[(f"p{i}", p) for i, p in enumerate(self.params)],
             mode=mode,
-            config=hvd.Config(bucket_bytes=4 * NUMEL + 64, plan_deadline_s=30.0, control_deadline_s=40.0),
+            config=hvd.Config(
+                bucket_bytes=4 * NUMEL + 64,
+                plan_deadline_s=30.0,
+                control_deadline_s=40.0,
+                background=True if kind == "background" else None,
+            ),
         )
         self.spin = Spin()
         self.steps = 0
@@ -181,9 +186,15 @@ def switching(seed: str) -> Facts:
 def _net(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     layers = (
-        torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.BatchNorm2d(16), torch.nn.ReLU(),
-        torch.nn.Conv2d(16, 32, 3, stride=2, padding=1), torch.nn.ReLU(), torch.nn.Flatten(),
-        torch.nn.Linear(32 * 8 * 8, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10),
+        torch.nn.Conv2d(3, 16, 3, padding=1),
+        torch.nn.BatchNorm2d(16),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(32 * 8 * 8, 128),
+        torch.nn.ReLU(),
+        torch.nn.Linear(128, 10),
     )
     return torch.nn.Sequential(*layers).to(device())
 
@@ -268,7 +279,7 @@ def default_device(mode: str) -> Facts:
         optimizer.close()
         return {"digest": digest(list(net.parameters()))}
     finally:
-        torch.set_default_device("cpu")
+        torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
 
 
@@ -286,12 +297,17 @@ def refused(mode: str) -> Facts:
 
 
 SCENARIOS: dict[str, Callable[..., Facts]] = {
-    "poison": poison, "switching": switching, "equal": equal, "fetched": fetched, "default_device": default_device,
+    "poison": poison,
+    "switching": switching,
+    "equal": equal,
+    "fetched": fetched,
+    "default_device": default_device,
     "refused": refused,
 }
 
 
-def main(wanted: Sequence[str]) -> None:
+def main(wanted: Sequence[str], scenarios: Mapping[str, Callable[..., Facts]]) -> None:
+    """Make what a rank has found out known, scenario by scenario."""
     torch.set_num_threads(1)
     torch.cuda.set_device(device())
     hvd.init()
@@ -300,11 +316,12 @@ def main(wanted: Sequence[str]) -> None:
         write_result({"facts": facts, "running": name})
         faulthandler.dump_traceback_later(LIMIT_S, exit=True)
         kind, *arguments = name.split(":")
-        facts[name] = SCENARIOS[kind](*arguments)
+        facts[name] = scenarios[kind](*arguments)
+        torch.cuda.synchronize()  # An error of a kernel is this scenario's.
         horovod.barrier()
         faulthandler.cancel_dump_traceback_later()
     write_result({"facts": facts, "running": ""})
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], SCENARIOS)

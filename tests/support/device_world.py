@@ -17,7 +17,7 @@ import torch
 from scheduler.records import Plan
 from star_hvd.channel.state_transfer import pack_snapshot, unpack_snapshot
 from star_hvd.engine.applier import Applier
-from star_hvd.engine.buckets import Bucket, pack
+from star_hvd.engine.buckets import Bucket, Wire, pack
 from star_hvd.engine.device import GRADIENT, Streams
 from star_hvd.engine.header import Header
 from star_hvd.engine.hyperparameters import HyperRow
@@ -54,9 +54,7 @@ class DeviceNetwork(Network):
         return handle
 
     def ready(self) -> list[str]:
-        return [
-            name for name in super().ready() if all(self._begin[q[0][0]].happened for q in self.queues[name])
-        ]
+        return [name for name in super().ready() if all(self._begin[q[0][0]].happened for q in self.queues[name])]
 
     def wanted(self) -> list[FakeEvent]:
         """What reductions wait for that all ranks have submitted."""
@@ -98,8 +96,16 @@ class DeviceWorld(World):
         **options: See `World`.
     """
 
+    shape: tuple[int, ...] = (SIZE,)
+
     def __init__(
-        self, seed: int, device: FakeDevice, *, kernels: float = 0.4, lazy: str = "", optimizer: str = "sgd",
+        self,
+        seed: int,
+        device: FakeDevice,
+        *,
+        kernels: float = 0.4,
+        lazy: str = "",
+        optimizer: str = "sgd",
         **options: Any,
     ) -> None:
         self.device = device
@@ -120,9 +126,9 @@ class DeviceWorld(World):
         for role in "HS":
             self.device.stream(f"{role}{rank}")
         with self.device.on(f"T{rank}"):
-            params = [torch.nn.Parameter(torch.zeros(SIZE, device=CUDA0)) for _ in range(3)]
+            params = [torch.nn.Parameter(torch.zeros(self.shape, device=CUDA0)) for _ in range(3)]
             base, opt = plain_optimizer(optimizer, params, lr=LR, momentum=MOMENTUM)
-            buckets = pack(params, 4 * SIZE)
+            buckets = pack(params, 4 * params[0].numel())
             streams = Streams(buckets, self.device)
             applier = Applier(opt, base, buckets, HyperRow(opt.param_groups), streams=streams)
             engine = StepEngine(
@@ -133,9 +139,14 @@ class DeviceWorld(World):
                 listener=self.ears[rank],
                 replay_queue=4,
                 noise_interval_steps=2,
+                wire=self.wire(buckets, rank, seed),
             )
             engine.weight = WEIGHT
             return engine
+
+    def wire(self, buckets: list[Bucket], rank: int, seed: int) -> Wire | None:
+        """How the gradients of a rank travel."""
+        return None
 
     # ---- actors ---------------------------------------------------------------------------------------------
 
@@ -319,9 +330,7 @@ class DeviceWorld(World):
         told = self.world_size * WEIGHT * whole
         for step, header, mean_sqr in ears.norms:
             if step % 2 == 0 and all(header.fresh):
-                local_ok = header.local_count == self.world_size and math.isclose(
-                    header.local_sqr, told, rel_tol=1e-5
-                )
+                local_ok = header.local_count == self.world_size and math.isclose(header.local_sqr, told, rel_tol=1e-5)
                 if not local_ok or not math.isclose(mean_sqr, whole, rel_tol=1e-5):
                     raise Poisoned(
                         f"norms of step {step}: {header.local_count} of {self.world_size} ranks told "

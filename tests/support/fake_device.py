@@ -6,7 +6,7 @@ the current stream only, as on CUDA, so what another stream has not written yet 
 notes what would go wrong on a real one without being visible as poison: memory used on a stream that the allocator was
 not told of, a wait of the host without a deadline, and one under an engine's lock.
 
-The test is one thread; `device.on(name)` makes a stream the current one, as if another thread ran.
+The test is one thread, as a rule; `device.on(name)` makes a stream the current one, as if another thread ran.
 """
 
 from __future__ import annotations
@@ -101,7 +101,11 @@ class Lazy(torch.Tensor):
     @staticmethod
     def __new__(cls, inner: torch.Tensor, memory: Memory, device: FakeDevice) -> Lazy:
         made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, inner.size(), strides=inner.stride(), storage_offset=inner.storage_offset(), dtype=inner.dtype,
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
             device=torch.device("meta"),  # What C++ sees; it has no guard for devices it was not built for.
         )
         made.inner, made.memory, made.device_ = inner, memory, device
@@ -143,6 +147,8 @@ class _Factories(TorchDispatchMode):
             return self._device.dispatch(func, args, kwargs)
         if torch.device(kwargs.get("device") or "cpu").type == "cpu":
             return func(*args, **kwargs)
+        if func._schema.name == "aten::_to_copy":
+            self._device.check_locks()  # A copy from memory that is not pinned waits for its stream.
         kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
         return self._device.upload(func(*args, **kwargs).clone())
@@ -165,7 +171,8 @@ class FakeDevice:
     def __init__(self, disabled: Sequence[str] = ()) -> None:
         self.disabled = frozenset(disabled)
         self.streams: dict[str, FakeStream] = {}
-        self.current = self.stream("default")
+        self.stream("default")
+        self._here = threading.local()  # The current stream of each thread, where it is another.
         self.faults: list[str] = []
         self.locks: list[threading.Condition] = []
         self.used: set[str] = set()
@@ -174,6 +181,15 @@ class FakeDevice:
         self._mode = _Factories(self)
 
     # ---- streams --------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> FakeStream:
+        """The calling thread's current stream."""
+        return getattr(self._here, "stream", None) or self.stream("default")
+
+    @current.setter
+    def current(self, stream: FakeStream) -> None:
+        self._here.stream = stream
 
     def stream(self, name: str) -> FakeStream:
         return self.streams.setdefault(name, FakeStream(name))
@@ -225,12 +241,15 @@ class FakeDevice:
     def queues(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, Lazy)
 
-    def record(self, device: torch.device, name: str) -> FakeEvent:
+    def present_stream(self, device: torch.device) -> FakeStream:
+        return self.current
+
+    def record(self, device: torch.device, name: str, stream: FakeStream | None = None) -> FakeEvent:
         self.used.add(name)
         if name in self.disabled:
             return FakeEvent(name, self, happened=True)
         event = FakeEvent(name, self)
-        self.current.queue.append(("record", event))
+        (stream or self.current).queue.append(("record", event))
         return event
 
     def wait(self, device: torch.device, event: FakeEvent, name: str) -> None:
@@ -255,25 +274,36 @@ class FakeDevice:
         """A host value on the device; poison until its copy has run."""
         return self._launch(lambda: value, value)
 
-    def _launch(self, kernel: Callable[[], torch.Tensor], like: torch.Tensor) -> Lazy:
-        inner = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype)
-        _poison(inner)
-        self.current.queue.append(("kernel", lambda: inner.copy_(kernel())))
-        return Lazy(inner, Memory(self, inner), self)
+    def _launch(self, kernel: Callable[[], Any], like: Any) -> Any:
+        """Queue what makes a tensor, or several, of the form of `like`."""
+        several = isinstance(like, tuple)
+        inners = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for t in (like if several else (like,))]
+
+        def run() -> None:
+            made = kernel()
+            for inner, value in zip(inners, made if several else (made,), strict=True):
+                inner.copy_(value)
+
+        for inner in inners:
+            _poison(inner)
+        self.current.queue.append(("kernel", run))
+        found = tuple(Lazy(inner, Memory(self, inner), self) for inner in inners)
+        return found if several else found[0]
 
     def sleep(self, seconds: float) -> None:
         """The host waits for the event it has just asked for: what that needs runs, and nothing else."""
-        self._check_locks()
+        self.check_locks()
         assert self.asked is not None
         self.finish_event(self.asked)
 
-    def _check_locks(self) -> None:
+    def check_locks(self) -> None:
+        """The host waits for the device here, which it must not under an engine's lock."""
         if any(lock._is_owned() for lock in self.locks):  # type: ignore[attr-defined]
             self.faults.append("the host waits for the device under an engine's lock")
 
     def host_read(self) -> None:
         """The host waits for the current stream, and for what that waits for."""
-        self._check_locks()
+        self.check_locks()
         if self.current.queue:
             self.faults.append("the host waits for the device without a deadline")
             self.finish(self.current)
@@ -301,10 +331,13 @@ class FakeDevice:
             # A view: no kernel runs.
             wrap = lambda t: Lazy(t, lazies[0].memory, self)  # noqa: E731
             return tree_map_only(torch.Tensor, wrap, func(*raw_args, **raw_kwargs))
+        if name == "copy_" and not isinstance(args[1], Lazy) and args[1].dim() > 0:
+            self.check_locks()
         self._note_use(lazies, func)
         raw_args, raw_kwargs = self._frozen(name, raw_args, raw_kwargs, args, kwargs)
-        for argument, value in zip(schema.arguments, args, strict=False):
+        for place, argument in enumerate(schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs[argument.name]
                 self.current.queue.append(("kernel", lambda: func(*raw_args, **raw_kwargs)))
                 return value
         if "device" in raw_kwargs:

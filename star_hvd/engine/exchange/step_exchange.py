@@ -182,6 +182,7 @@ class StepExchange:
         """Header, means and, when sampled, their squared norm. The host may wait for the device here."""
         header = self.header(step)
         means = [self.mean(step, bucket) for bucket in self._applier.buckets]
+        self._wire.decoded()
         # Noise is of whole gradients.
         if self._wire.lossy or header.local_count != len(self._agreement.members):
             return header, means, math.nan

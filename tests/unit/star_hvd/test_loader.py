@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +16,20 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from scheduler.rules.step_layout import StepLayout
+from star_hvd.channel.messages.microbatches import MicrobatchOpen, MicrobatchShares
+from star_hvd.config import Config
+from star_hvd.engine.buckets import pack
+from star_hvd.engine.device import Streams
+from star_hvd.epochs.microbatches import LeasedMicrobatches
 from star_hvd.input.lease_stock import BatchSizer
+from star_hvd.input.microbatches import MicrobatchStock
 from star_hvd.input.sample_order import SamplerOrder
 from star_hvd.loader import ShardLoader, shard, work
+from star_hvd.runtime.runtime import Runtime
+from tests.support.device_world import running
 from tests.support.effort import cases
+from tests.support.fake_device import CUDA0
 from tests.support.loaders import Numbers, World
 
 
@@ -262,3 +274,40 @@ def test_ranges_of_work(alone: World) -> None:
     assert [start for start, _ in outer] == list(range(4, 100, 4))
     with pytest.raises(ValueError, match="expected at least 0 and at least 1"):
         work(5, 0)
+
+
+def stock_at_work() -> MicrobatchStock:
+    """A rank's micro-batches of an epoch of one step, the first of two in hand."""
+    opening = MicrobatchOpen(0, 0, 8, 8, 2, False, 0, 7, [])
+    stock = MicrobatchStock(0, StepLayout(8, 8, 2, 1), opening, send=lambda message: None)
+    stock.on_message(MicrobatchShares(0, 0, 0, [2], [1, 1]))
+    assert stock.decided(0.0) and stock.reserve(0) and not stock.at_work
+    stock.take()
+    assert stock.at_work
+    return stock
+
+
+def test_a_pass_ends_when_its_device_has_computed_it_not_when_its_kernels_are_queued() -> None:
+    """Else a slow rank begins its whole share at once, and nothing of it can be taken over; and its times are none."""
+    with running() as device:
+        (bucket,) = pack([torch.nn.Parameter(torch.zeros(3, device=CUDA0))], 1 << 10)
+        engine = SimpleNamespace(streams=Streams([bucket], device))
+        timer = SimpleNamespace(add_outside=lambda seconds: None)
+        run: Any = SimpleNamespace(drivers={0: SimpleNamespace(engine=engine, timer=timer)}, config=Config())
+        run.await_devices = functools.partial(Runtime.await_devices, run)
+        run.steps_made = lambda: 0
+        left: list[int] = []
+
+        def await_microbatch(stock: MicrobatchStock, steps_made: int) -> bool:
+            left.append(len(device.current.queue))
+            stock.decided(0.0)
+            return bool(stock.reserve(steps_made))
+
+        run.client = SimpleNamespace(await_microbatch=await_microbatch)
+        stock = stock_at_work()
+        parts = SimpleNamespace(_run=run, _stock=stock)
+        bucket.flat.fill_(1.0)  # The pass.
+        assert LeasedMicrobatches._await_part(parts) and left == [0]  # type: ignore[arg-type]
+        assert not stock.at_work and not device.faults
+        bucket.flat.fill_(2.0)  # Something else: no pass is under way.
+        assert LeasedMicrobatches._await_part(parts) and left == [0, 1]  # type: ignore[arg-type]

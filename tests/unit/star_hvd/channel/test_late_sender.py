@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -107,3 +108,29 @@ def test_a_push_that_fails_while_it_is_closed_is_named_and_not_given_back() -> N
         unsent = closing.result(DEADLINE_S)
     assert unsent is not None and unsent.version == 2 and sender.ended
     assert sender.unanswered is not None and (sender.unanswered.version, sender.unanswered.weight) == (1, 1.0)
+
+
+def test_all_of_the_thread_is_on_streams_of_its_own() -> None:
+    """What compression has left to send is on the device: read on the default stream it would wait for the training."""
+    here = threading.local()
+    found: list[bool] = []
+
+    class Link:
+        def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
+            found.append(getattr(here, "own", False))
+            return version + 1
+
+    @contextlib.contextmanager
+    def own() -> Iterator[None]:
+        here.own = True
+        yield
+        here.own = False
+
+    def receive(contained: int) -> None:
+        found.append(getattr(here, "own", False))
+
+    sender = LateSender(Link(), "late", receive, own)
+    sender.add(gradient(1.0), 5)
+    sender.flush(DEADLINE_S)
+    assert sender.close(DEADLINE_S) is None and sender.ended
+    assert found == [True, True]

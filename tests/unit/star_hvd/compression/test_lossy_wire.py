@@ -200,3 +200,29 @@ def test_who_forbids_loss_asks_for_none() -> None:
     assert made.wanted == LOW_RANK
     made.forbid("they are: a GradScaler decides")
     assert made.wanted == NONE and "GradScaler" in made.explain()
+
+
+def test_a_wait_for_a_device_is_none_for_the_reduction() -> None:
+    """Kernels run on behind `arrived`; that the wait for them is long says nothing about how gradients travel."""
+    waits: list[float] = []
+
+    class Heard(WireChoice):
+        def observe(self, form: int, step_s: float, exposed_s: float) -> bool:
+            waits.append(exposed_s)
+            return False
+
+    now_s = [0.0]
+    wire = LossyWire([], Heard(), clock=lambda: now_s[0])
+    wire.begin(Streams([]), 0, 2)
+    wire.ended(NONE)
+    for computed_ago_s in (2.0, 9.0, None):
+        now_s[0] += 10.0
+        wire.arrived()
+        now_s[0] += 5.0
+        if computed_ago_s is not None:
+            wire.computed(computed_ago_s)
+        wire.ended(NONE)
+    assert waits == [2.0, 5.0, 5.0]
+    wire.computed(1.0)  # Of a step that this rank was late for: nobody waits.
+    wire.ended(NONE)
+    assert len(waits) == 3

@@ -15,6 +15,7 @@ from star_hvd import env
 from star_hvd.channel.messages import base as messages
 from star_hvd.config import Config
 from star_hvd.engine.applier import place_state
+from star_hvd.engine.buckets import Wire
 from star_hvd.engine.device import DONE, GRADIENT, Streams
 from star_hvd.engine.records import Snapshot
 from star_hvd.modes import driver as driver_module
@@ -135,6 +136,16 @@ def timed(device: FakeDevice, plan: Plan, heard: Heard) -> tuple[DeviceWorld, St
     return world, made
 
 
+class _Waits(Wire):
+    """Notes from when on the training thread waits for the others."""
+
+    def arrived(self) -> None:
+        self.arrived_s = time.monotonic()
+
+    def computed(self, ago_s: float) -> None:
+        self.computed_s = time.monotonic() - ago_s
+
+
 @pytest.mark.parametrize("plan", [Plan.sync(2), Plan.partial(2, 1, plan_id=1)])
 def test_compute_time_ends_when_the_device_is_done(plan: Plan) -> None:
     """In `sync` the step is submitted before that, and nothing waits for the device; a relaxed step must not be."""
@@ -152,6 +163,7 @@ def test_compute_time_ends_when_the_device_is_done(plan: Plan) -> None:
             for name in world.network.ready():
                 world.network.end(name)
 
+        wire = made.engine.wire = _Waits()
         poll = world.engines[0].collective.poll
         made.engine.collective.poll = lambda handle: (kernels_end(), poll(handle))[1]  # type: ignore[method-assign]
         clock = SimpleNamespace(monotonic=time.monotonic, sleep=kernels_end)
@@ -163,6 +175,7 @@ def test_compute_time_ends_when_the_device_is_done(plan: Plan) -> None:
             made.complete()
     assert submitted_before == [not plan.relaxed]
     assert len(heard.compute_s) == 1 and heard.compute_s[0] >= 0.05
+    assert plan.relaxed or wire.computed_s - wire.arrived_s >= 0.05, "the wait for kernels counts as one for the others"
 
 
 def test_on_a_cpu_there_is_nothing_to_make_or_to_wait_for() -> None:

@@ -23,7 +23,7 @@ from star_hvd.modes.local_sgd import LocalSteps
 from star_hvd.modes.ps_worker import ServerSteps
 from star_hvd.modes.subgroup_child import ChildSteps
 from star_hvd.ps.worker.exchange import Reply
-from tests.support.device_world import SIZE, WEIGHT, DeviceWorld, Poisoned, running
+from tests.support.device_world import LR, SIZE, WEIGHT, DeviceWorld, Poisoned, running
 from tests.support.effort import cases
 from tests.support.fake_device import FakeDevice
 from tests.support.world import Port, collected
@@ -182,8 +182,14 @@ def pushed_to_servers(device: FakeDevice) -> list[float]:
     with device.on("T0"):
         engine.leave_common_steps()
         steps = ServerSteps(
-            engine, engine.plan, cast(Any, client), deadline_s=5.0, on_step=lambda info: None,
-            on_notes=lambda notes: None, plan_of=lambda plan_id: None, same_session=lambda one, other: True,
+            engine,
+            engine.plan,
+            cast(Any, client),
+            deadline_s=5.0,
+            on_step=lambda info: None,
+            on_notes=lambda notes: None,
+            plan_of=lambda plan_id: None,
+            same_session=lambda one, other: True,
         )
         for _ in range(3):
             backward(world, 0)
@@ -223,8 +229,14 @@ def pushed_to_a_parent(device: FakeDevice, *, background: bool = False) -> list[
     with device.on("T1"):
         engine.leave_common_steps()
         steps = ChildSteps(
-            engine, engine.plan, cast(Any, link), ranks=cast(Any, None), deadline_s=5.0, state_deadline_s=5.0,
-            on_step=lambda info: None, background=background,
+            engine,
+            engine.plan,
+            cast(Any, link),
+            ranks=cast(Any, None),
+            deadline_s=5.0,
+            state_deadline_s=5.0,
+            on_step=lambda info: None,
+            background=background,
         )
         for _ in range(3):
             backward(world, 1)
@@ -253,8 +265,15 @@ def shared_in_a_group(device: FakeDevice) -> list[float]:
     for engine in world.engines:
         members.append(
             GroupSteps(
-                engine, engine.plan, cast(Any, client), Port(world.network, engine.rank), (0, 1), deadline_s=5.0,
-                on_step=lambda info: None, on_notes=lambda notes: None, plan_of=lambda plan_id: None,
+                engine,
+                engine.plan,
+                cast(Any, client),
+                Port(world.network, engine.rank),
+                (0, 1),
+                deadline_s=5.0,
+                on_step=lambda info: None,
+                on_notes=lambda notes: None,
+                plan_of=lambda plan_id: None,
                 same_session=lambda one, other: True,
             )
         )
@@ -308,9 +327,7 @@ class LocalWorld(DeviceWorld):
     def _engine(self, rank: int, seed: int, optimizer: str) -> StepEngine:
         engine = super()._engine(rank, seed, optimizer)
         engine.agreement.plan = self.known[1] = Plan.local(self.world_size, steps=2).replace(plan_id=1)
-        engine.averaging = LocalSteps(
-            engine, functools.partial(self.wait, engine), background=self.background
-        )
+        engine.averaging = LocalSteps(engine, functools.partial(self.wait, engine), background=self.background)
         return engine
 
     def wait(self, engine: StepEngine) -> None:
@@ -374,3 +391,23 @@ def test_averagings_of_local_steps_hold_no_poison(seed: int, lazy: str, backgrou
     with running() as device:
         averaged_job(seed, device, lazy, background=background).run()
         assert not device.faults
+
+
+def test_a_local_step_looks_at_the_device_for_late_gradients_alone() -> None:
+    """A look for each bucket in each step would cost more than the step's arithmetic."""
+    with running() as device:
+        world = relaxed_pair(device, Plan.local(2, steps=9).replace(plan_id=1))
+        engine = world.engines[0]
+        steps = LocalSteps(engine, lambda: None).begin()
+        backward(world, 0)
+        device.used.clear()
+        with device.on("T0"):
+            steps.step(skip=False)
+            assert HOST not in device.used
+            late = [bucket.new_flat().fill_(1.0) for bucket in engine.applier.buckets]
+            engine.keep_late(late, 0, weights=[1.0] * len(late))
+            backward(world, 0)
+            steps.step(skip=False)
+        assert HOST in device.used and not device.faults
+        velocity = 0.5 * 1.0 + 1.0  # The mean of two gradients of 1.
+        assert set(host_values(device, engine.applier.buckets[0].params[0])) == {-(LR + LR * velocity)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import gc
 import random
 import weakref
 from types import SimpleNamespace
@@ -49,8 +51,9 @@ def _deliver(run: Any, repeats: Repeats, numbers: list[int]) -> Any:
     return repeats.deliver(run, 0, len(numbers), numbers, lambda start, stop: numbers[start:stop])
 
 
-def test_every_sample_is_in_one_part_that_fits_and_the_last_one_makes_the_step() -> None:
+def test_every_sample_is_in_one_part_that_fits_and_the_last_one_makes_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever fits: which changes as memory is fragmented, so that later parts may fail where earlier ones did not."""
+    monkeypatch.setattr("gc.collect", int)  # It looks at all that the tests have imported, thousands of times here.
     rng = random.Random(4)
     for _ in range(200):
         run, repeats, size = Run(), Repeats(), rng.randint(1, 40)
@@ -125,25 +128,96 @@ class _Fails(torch.autograd.Function):
         kept = values * 2.0
         ctx.kept = kept
         _Fails.saved.append(weakref.ref(kept))
-        return kept.sum()
+        return kept.unsqueeze(1) * 1.0
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_the_graph_of_the_failed_pass_is_freed_although_the_loop_has_its_loss() -> None:
+@dataclasses.dataclass
+class _Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+def _model(weight: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = _Fails.apply(weight)  # type: ignore[no-untyped-call]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["loss", "view", "views of views", "tuple", "mapping", "dataclass"])
+def test_the_graph_of_the_failed_pass_is_freed_although_the_loop_has_its_results(kind: str) -> None:
+    """Until the loop assigns them again, and that is behind the forward pass of the part."""
     _Fails.saved = []
     run, repeats = Run(), Repeats()
     weight = torch.ones(3, requires_grad=True)
-    seen = []
+    seen, kept = [], {}
     for part in _deliver(run, repeats, list(range(8))):
         seen.append([ref() is None for ref in _Fails.saved])
         with catch_out_of_memory(_loader(repeats)):
             if len(part) == 8:
-                loss = _Fails.apply(weight)  # type: ignore[no-untyped-call]
+                logits: Any = _model(weight)
+                if kind != "loss":
+                    logits = logits.squeeze(1)
+                if kind == "views of views":
+                    logits = logits[:2][:1]
+                loss = logits.sum()
+                if kind == "tuple":
+                    logits = (loss, [logits])
+                elif kind == "mapping":
+                    logits = collections.OrderedDict(loss=loss, logits=logits)
+                elif kind == "dataclass":
+                    logits = _Output(loss, logits)
+                kept = {"logits": logits}
                 loss.backward()
-    assert seen[1] == [True] and loss is not None
+    assert seen[1] == [True] and float(loss) and kept["logits"] is logits
+
+
+def test_the_graph_is_freed_although_another_error_came_of_the_first() -> None:
+    """Gone when the part begins: the error itself is of this and earlier calls, which refer to each other."""
+    _Fails.saved = []
+    run, repeats = Run(), Repeats()
+    weight = torch.ones(3, requires_grad=True)
+
+    def compute() -> None:
+        loss = _model(weight).sum()
+        try:
+            loss.backward()
+        except torch.OutOfMemoryError as error:
+            first = error  # noqa: F841 - Refers to this call, which refers to it.
+            raise RuntimeError("the compiled pass failed: CUDA out of memory") from error
+
+    seen = []
+    gc.disable()
+    try:
+        for part in _deliver(run, repeats, list(range(8))):
+            seen.append([ref() is None for ref in _Fails.saved])
+            with catch_out_of_memory(_loader(repeats)):
+                if len(part) == 8:
+                    compute()
+    finally:
+        gc.enable()
+    assert seen[1] == [True]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_memory_that_a_library_did_not_get_is_an_error_of_memory(text: str) -> None:
+    run, repeats = Run(), Repeats()
+    parts = []
+    for part in _deliver(run, repeats, list(range(8))):
+        with catch_out_of_memory(_loader(repeats)):
+            parts.append(len(part))
+            if len(part) == 8:
+                raise torch.AcceleratorError(text)
+    assert parts == [8, 4, 4]
 
 
 def test_a_part_of_a_batch_is_what_collating_its_samples_gives() -> None:

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from star_hvd.telemetry import resources
-from star_hvd.telemetry.resources import Gpu, Resources, ResourceSampler, cgroup_directory, open_gpu
+from star_hvd.telemetry.resources import Gpu, Resources, ResourceSampler, cgroup_directory, open_gpu, samples_in_memory
 
 
 def _write(path: Path, text: str) -> Path:
@@ -267,3 +268,16 @@ def test_a_callback_that_fails_ends_the_samples_only(caplog: pytest.LogCaptureFi
 def test_an_interval_must_be_positive() -> None:
     with pytest.raises(ValueError, match="interval_s is 0"):
         ResourceSampler(0)
+
+
+def test_memory_of_a_gpu_that_other_processes_have_is_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 20)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50, 100))
+    assert samples_in_memory(10, gpu) == 34, "80 of 100 are within reach: 50 free ones, and those held in reserve"
+    assert samples_in_memory(10, torch.device("cpu")) == samples_in_memory(0, gpu) == 0
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 100))
+    assert samples_in_memory(30, gpu) == 38
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20)
+    assert samples_in_memory(30, gpu) == 30, "what was, was possible"

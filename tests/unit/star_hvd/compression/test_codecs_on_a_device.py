@@ -1,0 +1,97 @@
+"""`Compression.auto` on the stand-in device: what one thread encodes another decodes, on streams of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scheduler.plan.plan import Plan
+from scheduler.transmission.wire import HALF, LOW_RANK, NONE
+from star_hvd.compression.lossy_wire import LossyWire
+from star_hvd.engine.buckets import Bucket, pack
+from star_hvd.engine.device import KEPT, Streams
+from tests.support.device_world import DeviceWorld, Poisoned, running
+from tests.support.fake_device import CUDA0, FakeDevice
+from tests.unit.star_hvd.compression.test_lossy_wire import SIDE, AnyForm
+
+
+class LossyDeviceWorld(DeviceWorld):
+    """The leader asks for forms at random; of parameters it is known only that they are numbers, equal on all ranks."""
+
+    shape = (SIDE, SIDE)
+
+    def wire(self, buckets: list[Bucket], rank: int, seed: int) -> LossyWire:
+        return LossyWire(buckets, AnyForm(seed + rank, [NONE, HALF, LOW_RANK, LOW_RANK]))
+
+    def check(self) -> None:
+        super().check()
+        params = [[p.inner for b in engine.applier.buckets for p in b.params] for engine in self.engines]  # type: ignore[attr-defined]
+        for each in params[1:]:
+            assert all(torch.equal(one, other) for one, other in zip(params[0], each, strict=True)), "replicas differ"
+        assert all(float(param.abs().min()) > 0.0 for param in params[0]), "nothing was learned"
+
+    def _check_norms(self, ears: object) -> None:
+        """Residuals are in the means."""
+
+
+def job(seed: int, device: FakeDevice, lazy: str) -> LossyDeviceWorld:
+    world_size = 2 + seed % 2
+    plans = [Plan.partial(world_size, 1, plan_id=1)] if seed % 4 else []
+    return LossyDeviceWorld(
+        seed, device, kernels=0.4, lazy=lazy, world_size=world_size, steps=6, plans=plans, optimizer="adam"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lazy", ["", "HS", "T"])
+def test_lossy_forms_in_any_order_of_threads_and_kernels(lazy: str) -> None:
+    for seed in range(4):
+        with running() as device:
+            world = job(seed, device, lazy)
+            world.run()
+            assert not device.faults
+
+
+def test_residuals_and_bases_are_handed_over_with_a_fence() -> None:
+    for lazy, seed in (("T", 1), ("T", 2), ("T", 3), ("HS", 1)):
+        with running(KEPT) as device:
+            world = job(seed, device, lazy)
+            try:
+                world.run()
+            except (Poisoned, AssertionError):
+                return
+            if device.faults:
+                return
+    pytest.fail("no schedule shows that the fence is needed")
+
+
+@pytest.mark.parametrize("form", [HALF, LOW_RANK])
+def test_the_host_looks_at_the_device_once_for_all_buckets_of_a_step_and_never_where_a_plan_begins(
+    form: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running() as device:
+        buckets = pack([torch.nn.Parameter(torch.zeros(SIDE, SIDE, device=CUDA0)) for _ in range(3)], 4 * SIDE**2)
+        assert len(buckets) == 3
+        wire = LossyWire(buckets, AnyForm(0, [form]))
+        wire.begin(Streams(buckets, device), 0, 1)
+        wire._use(form)
+        device.finish()
+        for bucket in buckets:
+            bucket.flat.fill_(1.0)
+            wire.decode(bucket, wire.encode(bucket, bucket.flat, given=True), bucket.flat)
+        assert len(device.current.queue) > 3 and not device.faults, "the host waited for a bucket"
+        wire.decoded()
+        assert not device.faults
+        buckets[0].flat.fill_(float("inf"))
+        wire.decode(buckets[0], wire.encode(buckets[0], buckets[0].flat, given=True), buckets[0].flat)
+        wire.decoded()
+        assert not device.faults
+        device.finish()
+        buckets[0].flat.fill_(1.0)
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "upload", None)  # It would wait for the device, and under locks in a job.
+            wire.restart()
+        wire._use(form)
+        wire.decode(buckets[0], wire.encode(buckets[0], buckets[0].flat, given=True), buckets[0].flat)
+        device.finish()
+        assert bool(torch.isfinite(buckets[0].flat.inner).all())  # type: ignore[attr-defined]
