@@ -105,6 +105,7 @@ class ServerSteps:
         background: Whether buckets are sent within backward.
         gates: In front of parameters that are on their way when `step` returns; None where it waits for all of them.
         compressed: Makes what is pushed smaller; None where it travels as it is.
+        on_wait: Gets the seconds of every wait of the training thread for such parameters: no work of this rank's own.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class ServerSteps:
         background: bool = False,
         gates: Gates | None = None,
         compressed: Compressed | None = None,
+        on_wait: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.plan = plan
         self.client = client
@@ -135,7 +137,9 @@ class ServerSteps:
         # A push is clipped as a whole, and buffers on a device are copied as a whole.
         self._background = background and engine.applier.max_grad_norm is None and not engine.streams.devices
         made = gates is not None and not engine.streams.devices
-        self._arriving = ArrivingParameters(engine, client, gates, deadline_s) if gates is not None and made else None
+        self._arriving: ArrivingParameters | None = None
+        if gates is not None and made:
+            self._arriving = ArrivingParameters(engine, client, gates, deadline_s, on_wait)
         self._begun = False  # The push of this step has begun within backward, and nothing has changed since.
         self._given: dict[int, int] = {}  # Buckets sent ahead of `step`, with the version of their memory.
         self._compressed = compressed if not engine.streams.devices else None
@@ -187,6 +191,8 @@ class ServerSteps:
             engine.keep_late([flat.clone() for flat in flats], version)
             return None
         began_s = time.monotonic()
+        # What this step's forward pass waited for the parameters of the one before.
+        arriving_s = self._arriving.take_waited_s() if self._arriving is not None else 0.0
         outcome = self._exchange(flats)
         self._account(flats, version, outcome)
         if outcome.kind == "moved":
@@ -194,7 +200,7 @@ class ServerSteps:
         else:
             self._write(outcome, arriving=True)
             staleness = max(0, outcome.version - 1 - version)
-            self._on_step(StepInfo(outcome.version, staleness, time.monotonic() - began_s, self.acts_on))
+            self._on_step(StepInfo(outcome.version, staleness, arriving_s + time.monotonic() - began_s, self.acts_on))
             if self._compressed is not None:
                 self._compressed.ended()
         return None

@@ -241,7 +241,7 @@ class ModeServices:
             timed: Any = TimedClient(client, driver.timeline)
             return ServerSteps(
                 driver.engine, plan, timed, background=background, gates=driver.gates if background else None,
-                compressed=driver.engine.wire.server_pushes(), **common,
+                compressed=driver.engine.wire.server_pushes(), on_wait=driver.timer.add_outside, **common,
             )  # fmt: skip
         group = next(ranks for ranks in plan.groups if self._rank in ranks)
         collective = HorovodCollective(self.process_set(group)) if len(group) > 1 else None

@@ -83,10 +83,11 @@ class Rank:
         self.engine.leave_common_steps()
         self.client, self.infos = FakeClient(len(buckets)), list[StepInfo]()
         self.gates = ForwardGates(lambda index: None) if gated else None
+        self.waits_s: list[float] = []
         self.steps = ServerSteps(
             self.engine, self.engine.plan, cast(Any, self.client), deadline_s=DEADLINE_S, on_step=self.infos.append,
             on_notes=lambda notes: None, plan_of=lambda plan_id: None, same_session=lambda one, other: True,
-            background=True, gates=self.gates, compressed=compressed,
+            background=True, gates=self.gates, compressed=compressed, on_wait=self.waits_s.append,
         )
 
     def backward(self, value: float) -> None:
@@ -193,6 +194,26 @@ def test_a_use_of_parameters_waits_for_their_own_bucket_alone() -> None:
     rank.backward(1.0)
     rank.steps.step(skip=False)
     assert rank.client.finished == 1 and rank.engine.step == 2
+
+
+def test_waits_for_parameters_are_the_steps_communication_and_no_work_of_the_rank() -> None:
+    rank = Rank(gated=True)
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    with ThreadPoolExecutor(1) as other:  # It waits longest, and is not the thread that steps.
+        other.submit(lambda: rank.model.state_dict()["0.weight"].clone())
+        timers = [threading.Timer(0.05 * number, event.set) for number, event in enumerate(rank.client.here, 1)]
+        for timer in timers:
+            timer.start()
+        rank.model(torch.ones(1, 4))
+    waited_s = sum(rank.waits_s)
+    assert waited_s > 0.0
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    assert rank.infos[-1].comm_s >= waited_s
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    assert len(rank.waits_s) > 1 and rank.infos[-1].comm_s >= sum(rank.waits_s) - waited_s
 
 
 @pytest.mark.parametrize("what", ["catch_up", "refresh_state", "state_dict", "step"])
