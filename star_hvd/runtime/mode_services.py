@@ -81,6 +81,7 @@ class ModeServices:
         self.sets = SetKeeper(len(keyring.peers), self._set_done)
         self._changed = ordered_condition("ModeServices._changed")
         self._set_reasons: dict[Ranks, str | None] = {}
+        self._link_bytes_per_s = 0.0  # Of this rank, as last measured.
         self._given_up: dict[int, int] = {}  # Per optimizer, the last epoch whose plan nothing waits for any more.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = supervised(self._run, "star-prepare")
@@ -135,6 +136,7 @@ class ModeServices:
                 chunk_bytes=self._config.chunk_bytes,
                 deadline_s=self._config.control_deadline_s,
             )
+            self._link_bytes_per_s = rate
             self._send(LinkRate(rate))
 
     def give_up(self, optimizer_id: int, plan_id: int) -> None:
@@ -218,6 +220,7 @@ class ModeServices:
                 pace_bytes_per_s=self._config.late_bytes_per_s,
                 deadline_s=deadline_s,
                 packer=driver.engine.wire.packer(),
+                link_bytes_per_s=self._link_bytes_per_s,
             )
             return ChildSteps(
                 driver.engine,

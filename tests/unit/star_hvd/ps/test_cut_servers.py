@@ -292,10 +292,14 @@ def parent() -> Iterator[Parent]:
 
 @pytest.mark.parametrize("way", [TO_SERVER, TO_CLIENT], ids=["to the parent", "to the child"])
 @pytest.mark.parametrize("inside", [False, True], ids=["between frames", "inside a frame"])
-def test_a_late_gradient_is_taken_once_and_parameters_come(parent: Parent, way: int, inside: bool) -> None:
+@pytest.mark.parametrize("link_bytes_per_s", [0.0, 100_000.0], ids=["at once", "paced"])
+def test_a_late_gradient_is_taken_once_and_parameters_come(
+    parent: Parent, way: int, inside: bool, link_bytes_per_s: float
+) -> None:
     link = ParentLink(
-        parent.client_ring, 0, 1, 0, chunk_bytes=1024, pace_bytes_per_s=0.0, deadline_s=DEADLINE_S
-    )
+        parent.client_ring, 0, 1, 0, chunk_bytes=1024, pace_bytes_per_s=0.0, deadline_s=DEADLINE_S,
+        link_bytes_per_s=link_bytes_per_s,
+    )  # fmt: skip
     longest_s, version = 0.0, 0
     for frames in range(0 if inside else 1, 24):
         cuts = parent.proxy.cuts
