@@ -54,7 +54,7 @@ class Client(Protocol):
     def wait(self, deadline_s: float, *, whole: bool = True) -> Any: ...
     def wait_bucket(self, index: int, deadline_s: float) -> None: ...
     def finish(self, deadline_s: float) -> int: ...
-    def pull(self, deadline_s: float) -> Any: ...
+    def pull(self, deadline_s: float, *, known: int | None = None, empty: bool = False) -> Any: ...
     def state(self, deadline_s: float) -> Snapshot: ...
     def absent(self, away: bool) -> None: ...
     def wake(self) -> None: ...
@@ -141,6 +141,7 @@ class ServerSteps:
         if gates is not None and made:
             self._arriving = ArrivingParameters(engine, client, gates, deadline_s, on_wait)
         self._begun = False  # The push of this step has begun within backward, and nothing has changed since.
+        self._held: tuple[int, list[int]] | None = None  # Version of the parameters here, and of their tensors then.
         self._given: dict[int, int] = {}  # Buckets sent ahead of `step`, with the version of their memory.
         self._compressed = compressed if not engine.streams.devices else None
         self._small: dict[int, bytes] = {}  # Of this push: per chunk what is sent instead of its part of the buffer.
@@ -305,8 +306,10 @@ class ServerSteps:
             engine.replica.overwritten()
             if arriving and self._arriving is not None:
                 self._arriving.begin(outcome.params)
+                self._held = None
             else:
                 self._copy(outcome.params)
+                self._held = outcome.version, self._versions()
             engine.note_step(outcome.version)
         if outcome.plan_id > engine.plan.plan_id:
             plan = self._plan_of(outcome.plan_id)
@@ -322,14 +325,24 @@ class ServerSteps:
     def _finish_arriving(self) -> None:
         """Wait for parameters that are on their way, before anything else is done with them."""
         version = self._arriving.finish() if self._arriving is not None else None
+        if version is not None:
+            self._held = version, self._versions()
         if version is not None and version < self._engine.step:  # Of a server that was restarted in the middle.
             self._engine.note_step(version)
 
+    def _versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():  # Not a use that has to wait for anything.
+            return [param._version for bucket in self._engine.applier.buckets for param in bucket.params]
+
+    def _known(self) -> int | None:
+        """Version of the servers' parameters that this rank has; None where the program has written to them since."""
+        return self._held[0] if self._held is not None and self._held[1] == self._versions() else None
+
     def catch_up(self) -> None:
-        """Get the newest parameters, at the end of an epoch for example."""
+        """Get the newest parameters, at the end of an epoch for example; those that are here are not sent again."""
         self._finish_arriving()
         if not self.over:
-            reply = self.client.pull(self._deadline_s)
+            reply = self.client.pull(self._deadline_s, known=self._known())
             if reply.kind == "params":
                 self._write(Outcome("params", reply.version, reply.plan_id, reply.params))
 
@@ -346,7 +359,7 @@ class ServerSteps:
     def confirm_inactive(self) -> None:
         """Wait until the servers have taken that in: what they are asked afterwards is answered afterwards."""
         if not self.over:
-            self.client.pull(self._deadline_s)
+            self.client.pull(self._deadline_s, empty=True)
 
     def wake(self) -> None:
         """Something changed that a wait should notice."""

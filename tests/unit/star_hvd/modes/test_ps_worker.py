@@ -228,7 +228,7 @@ def test_everything_else_waits_for_all_parameters(what: str) -> None:
         elif what == "step":
             rank.steps.step(skip=False)
         else:
-            rank.client.pull = lambda deadline_s: Reply("interrupted")  # type: ignore[attr-defined]
+            rank.client.pull = lambda deadline_s, known: Reply("interrupted")  # type: ignore[attr-defined]
             rank.client.state = lambda deadline_s: Reply("interrupted")  # type: ignore[attr-defined]
             rank.engine.adopt_state = lambda snapshot: None  # type: ignore[method-assign]
             getattr(rank.steps, what)()
@@ -241,6 +241,37 @@ def test_everything_else_waits_for_all_parameters(what: str) -> None:
             event.set()
         used.result(timeout=DEADLINE_S)
     assert all(float(param.detach().min()) >= 1.0 for param in rank.model.parameters())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_at_a_meeting_only_newer_parameters_come(gated: bool) -> None:
+    rank = Rank(gated=gated)
+    for event in rank.client.here:
+        event.set()
+    known: list[int | None] = []
+
+    def pull(deadline_s: float, known_: int | None) -> Reply:
+        known.append(known_)
+        if known_ == 3:
+            return Reply("known", 3)
+        flats = [torch.full((bucket.numel,), 3.0) for bucket in rank.engine.applier.buckets]
+        return Reply("params", 3, params=flats)
+
+    rank.client.pull = lambda deadline_s, known: pull(deadline_s, known)  # type: ignore[attr-defined]
+    rank.steps.catch_up()  # Nothing is known of the parameters here.
+    for _ in range(2):
+        rank.steps.catch_up()
+    assert known == [None, 3, 3] and rank.engine.step == 3
+    weight = next(iter(rank.model.parameters()))
+    with torch.no_grad():
+        weight.zero_()  # As in `broadcast_parameters`.
+    rank.steps.catch_up()
+    assert known[3:] == [None] and float(weight.detach().min()) == 3.0
+    rank.client.version = 0
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    rank.steps.catch_up()
+    assert known[4:] == [1], "what came with the answer to a push is known too"
 
 
 def test_the_end_of_the_mode_waits_for_nothing() -> None:
