@@ -1,9 +1,9 @@
 """Late gradients from a rank outside the subgroup to its parent, and current parameters back, on a tensor socket.
 
-A push is a sequence of two-frame messages, a fixed binary header and at most a chunk of raw bytes. On a link on which it
-takes long it goes slower than the link does, and so do the parameters back (`scheduler.transmission.pace`): otherwise
-the members, whose negotiation crosses that link in every step, wait behind it. The parent answers the last message with
-the first step whose parameters will contain the gradient.
+A push is a sequence of two-frame messages, a fixed binary header and at most a chunk of raw bytes. Where it takes long
+it goes slower than the link does, and so do the parameters back (`scheduler.transmission.pace`): otherwise the members,
+whose negotiation crosses that link in every step, wait behind it. The parent answers the last message with the first
+step whose parameters will contain the gradient.
 
 After a broken connection the whole push is sent again, as its next attempt. The parent remembers the last push of every
 child and repeats its answer without accepting it twice. (Not a `Stream`: the training thread cannot acknowledge while

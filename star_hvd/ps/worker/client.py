@@ -248,7 +248,7 @@ class Client:
         Args:
             deadline_s: Longest wait.
             known: A version of them that is here; the answer is `known`, without parameters, where that is the newest.
-            empty: Whether no parameters are wanted: the answer says that the servers have taken in what was sent before.
+            empty: Whether no parameters are wanted: an answer says that the servers have taken in what was sent before.
 
         Raises:
             DeadlineError: No complete parameters within `deadline_s`.
