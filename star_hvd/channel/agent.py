@@ -5,10 +5,8 @@ Messages survive broken connections (`channel.link`); heartbeats may be lost, as
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ import zmq
 from star_hvd.channel.link import Dealer
 from star_hvd.channel.messages.base import Finished, Heartbeat, Hello, Message, decode, encode
 from star_hvd.channel.reliable import CONTROL
+from star_hvd.channel.wakeup import Wakeup
 from star_hvd.errors import ChannelError
 from star_hvd.threads import supervised
 
@@ -56,9 +55,7 @@ class Agent:
         self._heartbeat_s = heartbeat_s
         self._batch_s = batch_s
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._wake_read, self._wake_write = socket.socketpair()
-        self._wake_read.setblocking(False)
-        self._wake_write.setblocking(False)
+        self._wakeup = Wakeup()
         self._stop = threading.Event()
         self._thread = supervised(self._run, "star-agent")
 
@@ -75,28 +72,26 @@ class Agent:
                 thread in every step costs the training thread the interpreter lock, and the host a core.
         """
         self._outbox.put(message)
-        if not urgent:
-            return
-        with contextlib.suppress(OSError):  # A full pipe means the thread is awake already.
-            self._wake_write.send(b"x")
+        if urgent:
+            self._wakeup.wake()
 
     def stop(self, deadline_s: float = 5.0) -> None:
         """Send what is queued, end the thread and wait for it."""
         self._stop.set()
-        with contextlib.suppress(OSError):
-            self._wake_write.send(b"x")
+        self._wakeup.wake()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(deadline_s)
-        self._wake_read.close()
-        self._wake_write.close()
+        if not self._thread.is_alive():  # It may have missed the deadline, and polls it.
+            self._wakeup.close()
 
     def _run(self) -> None:
         dealer = Dealer(self._connect(), CONTROL, copy=True)
         poller = zmq.Poller()
         dealer.register(poller)
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
         dealer.send([encode(Hello(self.rank))])
         next_beat_s = time.monotonic() + self._heartbeat_s
+        linger_ms = 1000
         try:
             while True:
                 stopping = self._stop.is_set()
@@ -104,6 +99,7 @@ class Agent:
                 if stopping:
                     if time.monotonic() - self.last_heard_s < _DRAIN_S + 2.0 * self._heartbeat_s:
                         dealer.drain(_DRAIN_S)
+                        linger_ms = 100  # What is left is a goodbye, perhaps to a coordinator that has gone.
                     return
                 now_s = time.monotonic()
                 if now_s >= next_beat_s:
@@ -113,16 +109,15 @@ class Agent:
                     dealer.tick()
                 wait_s = min(next_beat_s - now_s, self._batch_s, dealer.next_s - now_s)
                 events = dict(poller.poll(max(1, round(1e3 * wait_s))))
-                if self._wake_read.fileno() in events:
-                    with contextlib.suppress(OSError):
-                        self._wake_read.recv(4096)
+                if self._wakeup.fileno() in events:
+                    self._wakeup.clear()
                 if not events.keys().isdisjoint(dealer.sockets):
                     self._receive(dealer)
         except (zmq.ZMQError, ChannelError):
             if not self._stop.is_set():
                 raise  # Without this channel the rank cannot go on; `supervised` reports it.
         finally:
-            dealer.close(linger_ms=1000)
+            dealer.close(linger_ms=linger_ms)
 
     def _flush(self, dealer: Dealer) -> None:
         while True:

@@ -32,6 +32,7 @@ from zmq.utils.monitor import recv_monitor_message
 from scheduler.transmission.pace import Pace, chunk_bytes
 from star_hvd.channel.keys import Keyring
 from star_hvd.channel.messages import base as messages
+from star_hvd.channel.wakeup import Wakeup
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.threads import supervised
@@ -57,9 +58,9 @@ _REQUEST = struct.Struct("<QIBQQ")  # request, optimizer, whether the optimizer'
 _MAGIC, _PROTOCOL = b"STAR", 2
 PUSH_MAGIC = b"STAL"  # Of late gradients, which use the same sockets; see `late`.
 _MAX_BODY_BYTES = 1 << 42
+_POLL_MS = 1000
 _ANSWER_S = 5.0  # For the coordinator to name a rank.
 _SOURCES = 4  # As many silent ranks may be asked for a state, one after the other, within the deadline.
-_IDLE_MS = 200  # Between two looks whether the server is to stop.
 _LEAST_PACE = 1 << 14  # Bytes per second: a reply holds memory here until all of it is sent.
 _CATCH_UP_S = 0.01  # A paced sender that was held up sends at most what it missed in this time at once.
 _DTYPES = {str(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)}
@@ -186,6 +187,7 @@ class TensorServer:
         self._chunk_bytes = chunk_bytes
         self._paced: dict[bytes, _Paced] = {}  # One for each peer, the last it has asked for.
         self._stop = threading.Event()
+        self._wakeup = Wakeup()
         self._thread = supervised(self._run, "star-tensors")
 
     def start(self) -> None:
@@ -195,13 +197,19 @@ class TensorServer:
     def stop(self, deadline_s: float = 5.0) -> None:
         """End the thread and wait for it."""
         self._stop.set()
+        self._wakeup.wake()
         if self._thread.ident is not None:
             self._thread.join(deadline_s)
+        if not self._thread.is_alive():  # It may have missed the deadline, and polls it.
+            self._wakeup.close()
 
     def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                if self._router.poll(self._send_due()):
+                if self._router in dict(poller.poll(self._send_due())):
                     self._answer(self._router.recv_multipart())
         except zmq.ZMQError as error:
             if not self._stop.is_set():
@@ -246,7 +254,7 @@ class TensorServer:
                 reply.due_s = next_due_s(reply.due_s, len(part[-1]), reply.bytes_per_s)
             soonest_s = min(soonest_s, reply.due_s)
         left_s = max(0.0, soonest_s - time.monotonic())
-        return _IDLE_MS if left_s > 1e-3 * _IDLE_MS else math.ceil(1e3 * left_s)
+        return _POLL_MS if left_s > 1e-3 * _POLL_MS else math.ceil(1e3 * left_s)
 
     def _send(self, peer: bytes, request: int, number: int, total: int, offset: int, size: int, payload: bytes) -> None:
         header = _HEADER.pack(_MAGIC, _PROTOCOL, request, number, total, offset, size)

@@ -19,6 +19,7 @@ from scheduler.policy.cost_policy import Ranker
 from star_hvd.channel.link import Router
 from star_hvd.channel.messages.base import Heartbeat, decode, encode
 from star_hvd.channel.reliable import CONTROL
+from star_hvd.channel.wakeup import Wakeup
 from star_hvd.config import Config
 from star_hvd.coordinator.job_state import ALL, JobState
 from star_hvd.errors import ChannelError
@@ -57,6 +58,7 @@ class Coordinator:
         self._job = JobState(world_size, config, time.monotonic(), hosts, ranker)
         self._lock = ordered_lock("Coordinator._lock")
         self._stop = threading.Event()
+        self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._run, name="star-coordinator", daemon=True)
 
     def start(self) -> None:
@@ -66,8 +68,11 @@ class Coordinator:
     def stop(self, deadline_s: float = 5.0) -> None:
         """End the thread and wait for it, at most `deadline_s` seconds."""
         self._stop.set()
+        self._wakeup.wake()
         if self._thread.ident is not None:
             self._thread.join(deadline_s)
+        if not self._thread.is_alive():  # It may have missed the deadline, and polls it.
+            self._wakeup.close()
 
     @property
     def running(self) -> bool:
@@ -93,6 +98,7 @@ class Coordinator:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router.socket, zmq.POLLIN)
+        poller.register(self._wakeup, zmq.POLLIN)
         next_beat_s = 0.0
         last_s = time.monotonic()
         try:

@@ -39,8 +39,14 @@ _CLOSE_S = 2.0  # Takes milliseconds, unless the machine is very busy.
 # `python -m star_hvd.run_log.shipper` would import torch and Horovod with the package: 2 s and 300 MB. The shipper
 # needs neither, so it gets the package without its `__init__`. It is no child of the rank, because where a rank fails
 # horovodrun ends the children of all ranks.
+# First of all it gives way to the job, whose first steps or last second it runs beside. Where Linux groups processes by
+# session, `nice` counts within a session only, and the session's own priority is set through /proc.
 _START = (
     "import os, sys, types\n"
+    "for lower in (lambda: os.nice(19),\n"
+    "              lambda: os.getsid(0) == os.getpid() and open('/proc/self/autogroup', 'wb', 0).write(b'19')):\n"
+    "    try: lower()\n"
+    "    except OSError: pass\n"
     "if os.fork(): os._exit(0)\n"
     "package = types.ModuleType('star_hvd')\n"
     "package.__path__ = [sys.argv[1]]\n"

@@ -194,7 +194,6 @@ def main(job: int) -> int:
     Args:
         job: Process id of rank 0, with whose end the input counts as ended.
     """
-    _lower_priority()
     shipping = Shipping(sys.stdin, job)
     try:
         shipping.run()
@@ -222,9 +221,3 @@ def import_mlflow() -> None:
         logger.info("MLflow needs pandas: %s", error)
     finally:
         del sys.modules["pandas"]
-
-
-def _lower_priority() -> None:
-    """Use only CPU time that the job leaves idle."""
-    with contextlib.suppress(OSError):
-        os.nice(19)
