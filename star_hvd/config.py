@@ -49,7 +49,7 @@ class Config:
         chunk_bytes: Size of a tensor message, at most 4 MiB. 1 MiB: 40 MB messages were 4 times slower than 4 MB ones.
         server_chunk_bytes: Size of a chunk: the unit of a parameter server's messages and updates.
         absent_after_s: Parameter servers do not wait for a rank that has been silent for this long.
-        late_bytes_per_s: Rate limit of the late gradients of a rank outside a subgroup, 0 for none.
+        late_bytes_per_s: Rate of the late gradients of a rank outside a subgroup, 0 to keep below its link's own.
         report_interval_s: Interval of rank 0's warnings of a rank that stays slow.
         stall_warning_s: A step that waits longer than this for ranks is logged with their numbers.
     """

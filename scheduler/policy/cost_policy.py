@@ -64,6 +64,10 @@ _SET_S = 0.3
 """Making a process set delays every collective by this (`benchmarks.sets`: 307 ms with 4 ranks). It stays for
 `SET_IDLE_S`."""
 
+_COLD_S, _COLD_STEPS = 2.0, 48.0
+"""Time in which servers start that do not run yet, and steps over which a plan has to gain more by them than the active
+plan loses meanwhile: about the horizon of a prediction."""
+
 _SOON = 0.25
 """Fraction of a switch's price to be lost before its plan is prepared: starting a server takes more than two CPU
 seconds, wasted where several plans alternate as the best one."""
@@ -155,6 +159,8 @@ class CostPolicy:
         self._now: tuple[Window, Plan, StragglerSummary | None] | None = None
         self._waiting: tuple[Prediction, float] | None = None
         self._going: Plan | None = None
+        self._cold: Plan | None = None  # The best plan of the last decision, passed over as its servers do not run.
+        self._warm: set[int] = set()  # Ranks whose servers run, or have been asked to start.
         self._sets: dict[tuple[int, ...], int] = {}  # Process sets of active plans, with the last step of their use.
 
     @property
@@ -171,7 +177,9 @@ class CostPolicy:
         for what, size in (("window", window.world_size), ("plan", active.world_size)):
             if size != self.world_size:
                 raise ValueError(f"the {what} is for {size} ranks; expected {self.world_size}, as in this job")
+        self._warm.update(active.servers, self.coming.servers if self.coming is not None else ())
         self._now, self._waiting, self._going, self.coming = (window, active, None), None, None, None
+        self._cold = None
         if self.world_size < 2:
             return None
         self._sets.update(dict.fromkeys(active.sets, window.step))
@@ -301,6 +309,7 @@ class CostPolicy:
         if best is now or not best.relative < (1.0 - self._least_gain) * now.relative:
             self._reset_rentals(window)
             return None
+        best = self._sooner(best, sane, now, stragglers)
         if self._too_early(window, best, now, stragglers):
             return None
         price_s = self._price_s(conditions, active, best.plan)
@@ -322,6 +331,25 @@ class CostPolicy:
             return plan
         self._waiting = (best, price_s - self._rental.lost_s)
         return None
+
+    def _sooner(
+        self, best: Prediction, sane: Sequence[Prediction], now: Prediction, stragglers: StragglerSummary
+    ) -> Prediction:
+        """The best plan or, where its servers are still to be started, one without any that is hardly worse.
+
+        The steps of the active plan go on while servers start, which costs more than a small gain brings.
+        """
+        if best.plan.mode != "ps" or stragglers.frozen or self._warm.issuperset(best.plan.servers):
+            return best
+        ready = [p for p in sane if p.plan.mode not in ("ps", "grouped") and p is not now]
+        other = min(ready, key=lambda p: p.relative, default=best)
+        loses_s = _COLD_S * (1.0 - best.relative / now.relative)
+        gains_s = _COLD_STEPS * now.interval_s * (other.relative - best.relative) / now.relative
+        clear = other.relative < (1.0 - self._least_gain) * now.relative
+        if not clear or gains_s >= loses_s:
+            return best
+        self._cold = best.plan
+        return _largest_quorum([other, *ready])
 
     def _prepared_servers(self, window: Window, conditions: Conditions, stragglers: StragglerSummary) -> Plan | None:
         """A plan to prepare where a rank froze once: another freeze needs servers, which take seconds to start."""
@@ -406,7 +434,9 @@ class CostPolicy:
         why = describe_stragglers(window, stragglers, self._freezes.freezing, self._slow_since.steps)
         if now is None:
             why = f"{active.label} can no longer run; {why}"
-        reason = f"{why}: {comparison(self.last, best, now)}{self._beside_servers(best.plan)}"
+        passed_over = self._cold is not None and not _same_family(active, best.plan)  # Else by the price anyway.
+        cold = f"; the servers of {self._cold.label} would have to start first" if self._cold and passed_over else ""
+        reason = f"{why}: {comparison(self.last, best, now)}{cold}{self._beside_servers(best.plan)}"
         self._going = best.plan.replace(plan_id=active.plan_id + 1, reason=reason)
         if now is not None:
             self._check.expect(

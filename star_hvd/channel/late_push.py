@@ -1,7 +1,8 @@
 """Late gradients from a rank outside the subgroup to its parent, and current parameters back, on a tensor socket.
 
-A push is a sequence of two-frame messages, a fixed binary header and at most a chunk of raw bytes, rate-limited if
-configured so that it leaves bandwidth to the ranks that all-reduce. The parent answers the last message with the first
+A push is a sequence of two-frame messages, a fixed binary header and at most a chunk of raw bytes. Where it takes long
+it goes slower than the link does, and so do the parameters back (`scheduler.transmission.pace`): otherwise the members,
+whose negotiation crosses that link in every step, wait behind it. The parent answers the last message with the first
 step whose parameters will contain the gradient.
 
 After a broken connection the whole push is sent again, as its next attempt. The parent remembers the last push of every
@@ -20,8 +21,9 @@ from typing import Protocol
 
 import torch
 
+from scheduler.transmission import pace as pacing
 from star_hvd.channel.keys import Keyring
-from star_hvd.channel.state_transfer import PUSH_MAGIC, Caller, ask
+from star_hvd.channel.state_transfer import PUSH_MAGIC, Caller, PacedReplies, ask, next_due_s
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 
@@ -56,9 +58,11 @@ class ParentLink:
         rank: This rank.
         optimizer_id: Number of the optimizer.
         chunk_bytes: Size of a message.
-        pace_bytes_per_s: Rate limit of pushes, 0 for none.
+        pace_bytes_per_s: Rate of pushes, 0 to choose it by what they take.
         deadline_s: Longest wait for an answer.
         packer: Makes the bytes of a push; gradients travel as they are where None.
+        link_bytes_per_s: Rate of this rank's link as measured before, 0 where unknown.
+        paced: Whether transfers that take long go slower than the link does.
     """
 
     def __init__(
@@ -72,6 +76,8 @@ class ParentLink:
         pace_bytes_per_s: float,
         deadline_s: float,
         packer: Packer | None = None,
+        link_bytes_per_s: float = 0.0,
+        paced: bool = True,
     ) -> None:
         self.parent = parent
         self._packer = packer
@@ -82,6 +88,8 @@ class ParentLink:
         self._caller = Caller(keyring.client(parent, b"", port=keyring.peers[parent].tensor_port))
         self._link = secrets.randbits(64)
         self._pushes = 0
+        self._up = pacing.Pace(link_bytes_per_s) if paced and not pace_bytes_per_s else None
+        self._down = PacedReplies(pacing.Pace(link_bytes_per_s)) if paced else None
 
     def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
         """Send one gradient, one flat buffer per bucket; returns the first version that will contain it.
@@ -93,25 +101,37 @@ class ParentLink:
         limit_s = began_s + self._deadline_s
         self._pushes += 1
         body = self._packer.pack(flats) if self._packer is not None else _as_they_are(flats)
+        up = self._up
+        pace = up.bytes_per_s(len(body)) if up is not None else self._pace_bytes_per_s
+        measures = up is not None and up.measures(len(body))
         self._caller.begin()
         attempt = 0
         while True:
-            self._send(body, version, attempt)
+            sent_s = time.monotonic()
+            self._send(body, version, attempt, pace)
             contained = self._answer(limit_s)
             if contained is not None:
-                if self._packer is not None:
-                    self._packer.took(time.monotonic() - began_s)
+                now_s = time.monotonic()
+                if up is not None:
+                    up.took(len(body), now_s - sent_s, pace)
+                if self._down is not None:
+                    self._down.size_bytes = self._down.size_bytes or len(body)
+                if self._packer is not None and not measures:  # Which is no time to compare others with.
+                    self._packer.took(now_s - began_s)
                 return contained
             attempt += 1
 
-    def _send(self, body: bytes, version: int, attempt: int) -> None:
-        for offset in range(0, max(1, len(body)), self._chunk_bytes):
-            part = body[offset : offset + self._chunk_bytes]
+    def _send(self, body: bytes, version: int, attempt: int, pace: float) -> None:
+        size = pacing.chunk_bytes(pace, self._chunk_bytes)
+        due_s = time.monotonic()
+        for offset in range(0, max(1, len(body)), size):
+            part = body[offset : offset + size]
             names = (self._optimizer_id, self._rank, self._link, self._pushes, attempt)
             header = _HEADER.pack(_MAGIC, _PROTOCOL, *names, version, offset, len(body))
             self._caller.socket.send_multipart([header, part])
-            if self._pace_bytes_per_s:
-                time.sleep(len(part) / self._pace_bytes_per_s)
+            if pace:
+                due_s = next_due_s(due_s, len(part), pace)
+                time.sleep(max(0.0, due_s - time.monotonic()))
 
     def _answer(self, limit_s: float) -> int | None:
         """The answer to the last push; None if its connection broke."""
@@ -126,16 +146,25 @@ class ParentLink:
                 if magic == _MAGIC and push == self._pushes:
                     return int(contained)
 
-    def state(self, min_step: int, *, state_too: bool) -> Snapshot | None:
+    def state(self, min_step: int, *, state_too: bool, awaited: bool = False) -> Snapshot | None:
         """Parameters of step `min_step` or later, None while the parent has none; asked for once.
 
         An answer that has begun is awaited longer, as it may take long on a slow link.
+
+        Args:
+            min_step: The least step that is of use.
+            state_too: Whether the optimizer's state is wanted, too.
+            awaited: Whether all ranks wait for this one, so that it comes as fast as it can.
 
         Raises:
             DeadlineError: The parent does not answer within the deadline.
         """
         limit_s = time.monotonic() + self._deadline_s
-        return ask(self._caller, self.parent, self._optimizer_id, limit_s, state_too=state_too, min_step=min_step)
+        pace = None if awaited or state_too else self._down
+        return ask(
+            self._caller, self.parent, self._optimizer_id, limit_s, state_too=state_too, min_step=min_step,
+            pace=pace,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Close the socket."""
@@ -157,7 +186,7 @@ def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_by
         DeadlineError: There was no answer within `deadline_s`.
     """
     link = ParentLink(
-        keyring, target, rank, PROBE, chunk_bytes=chunk_bytes, pace_bytes_per_s=0.0, deadline_s=deadline_s
+        keyring, target, rank, PROBE, chunk_bytes=chunk_bytes, pace_bytes_per_s=0.0, deadline_s=deadline_s, paced=False
     )
 
     empty = [torch.zeros(1, dtype=torch.uint8, device="cpu")]

@@ -4,6 +4,8 @@ A reply is a sequence of two-frame messages: a fixed binary header and raw bytes
 (msgpack: shapes, types, scalar state) is, the others carry it and then the tensors' bytes, one after another, so that
 no message is larger than a chunk however many parameters there are. Nothing is pickled.
 
+A request may say how fast the reply is to come: one over a slow link would delay all else that crosses it.
+
 A request changes nothing at the server, so after a broken connection it is simply made again. Every attempt has a
 number of its own, which the reply carries: what is left of the reply to an earlier one is not mistaken for it.
 """
@@ -18,7 +20,8 @@ import secrets
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -26,6 +29,7 @@ import torch
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from scheduler.transmission.pace import Pace, chunk_bytes
 from star_hvd.channel.keys import Keyring
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.wakeup import Wakeup
@@ -33,19 +37,32 @@ from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.threads import supervised
 
-__all__ = ["PUSH_MAGIC", "Caller", "OtherRanks", "TensorServer", "ask", "fetch", "pack_snapshot", "unpack_snapshot"]
+__all__ = [
+    "PUSH_MAGIC",
+    "Caller",
+    "OtherRanks",
+    "PacedReplies",
+    "TensorServer",
+    "ask",
+    "fetch",
+    "next_due_s",
+    "pack_snapshot",
+    "unpack_snapshot",
+]
 
 logger = logging.getLogger("star_hvd")
 
 _HEADER = struct.Struct("<4sBQIIQQ")  # magic, protocol, request, number of the chunk, chunks, offset, size of the body
 _MANIFEST = struct.Struct("<Q")  # size of the manifest
-_REQUEST = struct.Struct("<QIBQ")  # request, optimizer, whether the optimizer's state is wanted, least step
+_REQUEST = struct.Struct("<QIBQQ")  # request, optimizer, whether the optimizer's state is wanted, least step, pace
 _MAGIC, _PROTOCOL = b"STAR", 2
 PUSH_MAGIC = b"STAL"  # Of late gradients, which use the same sockets; see `late`.
 _MAX_BODY_BYTES = 1 << 42
 _POLL_MS = 1000
 _ANSWER_S = 5.0  # For the coordinator to name a rank.
 _SOURCES = 4  # As many silent ranks may be asked for a state, one after the other, within the deadline.
+_LEAST_PACE = 1 << 14  # Bytes per second: a reply holds memory here until all of it is sent.
+_CATCH_UP_S = 0.01  # A paced sender that was held up sends at most what it missed in this time at once.
 _DTYPES = {str(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)}
 
 
@@ -131,6 +148,24 @@ def _number(item: Any) -> Any:
     return value
 
 
+def next_due_s(due_s: float, sent_bytes: int, bytes_per_s: float) -> float:
+    """When the next part of a paced transfer is due, behind one of `sent_bytes` that was due at `due_s`."""
+    return max(due_s, time.monotonic() - _CATCH_UP_S) + sent_bytes / bytes_per_s
+
+
+_Part = tuple[int, int, int, int, bytes]  # Number of the chunk, chunks, offset, size of the body, bytes.
+
+
+@dataclass(slots=True)
+class _Paced:
+    """A reply on its way at a limited rate: to which request, what is left of it, and when the next part is due."""
+
+    request: int
+    parts: Iterator[_Part]
+    bytes_per_s: float
+    due_s: float
+
+
 class TensorServer:
     """Thread that answers fetches.
 
@@ -155,6 +190,7 @@ class TensorServer:
         self._snapshot = snapshot
         self._push = push
         self._chunk_bytes = chunk_bytes
+        self._paced: dict[bytes, _Paced] = {}  # One for each peer, the last it has asked for.
         self._stop = threading.Event()
         self._wakeup = Wakeup()
         self._thread = supervised(self._run, "star-tensors")
@@ -178,7 +214,7 @@ class TensorServer:
         poller.register(self._wakeup, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                if self._router in dict(poller.poll(_POLL_MS)):
+                if self._router in dict(poller.poll(self._send_due())):
                     self._answer(self._router.recv_multipart())
         except zmq.ZMQError as error:
             if not self._stop.is_set():
@@ -194,26 +230,36 @@ class TensorServer:
             self.malformed += 1
             logger.warning("dropped a malformed fetch")
             return
-        peer, (number, optimizer_id, state_too, min_step) = frames[0], _REQUEST.unpack(frames[1])
+        peer, (number, optimizer_id, state_too, min_step, pace) = frames[0], _REQUEST.unpack(frames[1])
         try:
             snapshot = self._snapshot(optimizer_id, bool(state_too), min_step)
             manifest, body = pack_snapshot(snapshot) if snapshot is not None else (b"", b"")
         except Exception as error:
             logger.warning("cannot serve a fetch: %s", error)
             manifest, body = b"", b""
-        self._reply(peer, number, manifest, body)
+        parts = _parts(manifest, body, chunk_bytes(pace, self._chunk_bytes))
+        self._paced.pop(peer, None)  # It has given that one up.
+        if pace:
+            self._paced[peer] = _Paced(number, parts, max(_LEAST_PACE, pace), time.monotonic())
+        else:
+            for part in parts:
+                self._send(peer, number, *part)
         self.served += 1
 
-    def _reply(self, peer: bytes, request: int, manifest: bytes, body: bytes) -> None:
-        step, size = self._chunk_bytes, len(manifest) + len(body)
-        chunks = [(part, begin) for part in (manifest, body) for begin in range(0, len(part), step)]
-        first = _MANIFEST.pack(len(manifest)) if manifest else b""
-        self._send(peer, request, 0, 1 + len(chunks), 0, size, first)
-        offset = 0
-        for number, (part, begin) in enumerate(chunks, 1):
-            payload = part[begin : begin + step]
-            self._send(peer, request, number, 1 + len(chunks), offset, size, payload)
-            offset += len(payload)
+    def _send_due(self) -> int:
+        """Send what is due of paced replies; returns the milliseconds until more is."""
+        soonest_s = math.inf
+        for peer, reply in list(self._paced.items()):
+            if time.monotonic() >= reply.due_s:
+                part = next(reply.parts, None)
+                if part is None:
+                    del self._paced[peer]
+                    continue
+                self._send(peer, reply.request, *part)
+                reply.due_s = next_due_s(reply.due_s, len(part[-1]), reply.bytes_per_s)
+            soonest_s = min(soonest_s, reply.due_s)
+        left_s = max(0.0, soonest_s - time.monotonic())
+        return _POLL_MS if left_s > 1e-3 * _POLL_MS else math.ceil(1e3 * left_s)
 
     def _send(self, peer: bytes, request: int, number: int, total: int, offset: int, size: int, payload: bytes) -> None:
         header = _HEADER.pack(_MAGIC, _PROTOCOL, request, number, total, offset, size)
@@ -229,6 +275,18 @@ class TensorServer:
             return
         if answer is not None:
             self._router.send_multipart([peer, answer])
+
+
+def _parts(manifest: bytes, body: bytes, step: int) -> Iterator[_Part]:
+    """A reply in parts of at most `step` bytes, the first of which says how long the manifest is."""
+    size = len(manifest) + len(body)
+    chunks = [(part, begin) for part in (manifest, body) for begin in range(0, len(part), step)]
+    yield 0, 1 + len(chunks), 0, size, _MANIFEST.pack(len(manifest)) if manifest else b""
+    offset = 0
+    for number, (part, begin) in enumerate(chunks, 1):
+        payload = part[begin : begin + step]
+        yield number, 1 + len(chunks), offset, size, payload
+        offset += len(payload)
 
 
 class Caller:
@@ -345,6 +403,29 @@ def fetch(
         caller.close()
 
 
+@dataclass(slots=True)
+class PacedReplies:
+    """How fast replies are to come that nobody else waits for, by what earlier ones took.
+
+    Attributes:
+        pace: Chooses it.
+        size_bytes: Size of the last reply.
+    """
+
+    pace: Pace
+    size_bytes: int = 0
+
+    @property
+    def bytes_per_s(self) -> int:
+        """Of the next reply, 0 for as fast as it can."""
+        return round(self.pace.bytes_per_s(self.size_bytes))
+
+    def took(self, size_bytes: int, time_s: float, paced_bytes_per_s: int) -> None:
+        """A reply has come."""
+        self.size_bytes = max(self.size_bytes, size_bytes)
+        self.pace.took(size_bytes, time_s, paced_bytes_per_s)
+
+
 def ask(
     caller: Caller,
     source: int,
@@ -354,8 +435,19 @@ def ask(
     state_too: bool,
     min_step: int = 0,
     patience_s: float = math.inf,
+    pace: PacedReplies | None = None,
 ) -> Snapshot | None:
     """Get parameters of step `min_step` or later from rank `source`; None when there is nothing to be had there now.
+
+    Args:
+        caller: The connection.
+        source: The rank.
+        optimizer_id: Number of the optimizer.
+        limit_s: End of the wait, on the monotonic clock.
+        state_too: Whether the optimizer's state is wanted, too.
+        min_step: The least step that is of use.
+        patience_s: Longest wait for a sign of the rank.
+        pace: How fast the reply is to come; as fast as it can where None.
 
     Raises:
         DeadlineError: The reply was not complete by `limit_s` on the monotonic clock, or nothing came for `patience_s`.
@@ -363,7 +455,8 @@ def ask(
     """
     began_s = heard_s = time.monotonic()
     reply = _Reply(source, caller.begin())
-    caller.socket.send(_REQUEST.pack(reply.request, optimizer_id, state_too, min_step))
+    rate = pace.bytes_per_s if pace is not None else 0
+    caller.socket.send(_REQUEST.pack(reply.request, optimizer_id, state_too, min_step, rate))
     while not reply.complete:
         until_s = min(limit_s, heard_s + patience_s)
         if time.monotonic() >= until_s:
@@ -375,7 +468,9 @@ def ask(
             reply.add(frames)
         elif caller.reopened():
             reply = _Reply(source, caller.begin())
-            caller.socket.send(_REQUEST.pack(reply.request, optimizer_id, state_too, min_step))
+            caller.socket.send(_REQUEST.pack(reply.request, optimizer_id, state_too, min_step, rate))
+    if pace is not None and reply.manifest:
+        pace.took(len(reply.manifest) + len(reply.body), time.monotonic() - reply.began_s, rate)
     return unpack_snapshot(bytes(reply.manifest), bytes(reply.body)) if reply.manifest else None
 
 
@@ -384,6 +479,7 @@ class _Reply:
 
     def __init__(self, source: int, request: int) -> None:
         self.request = request
+        self.began_s = math.inf  # When its first message came.
         self.manifest = bytearray()
         self.body = bytearray()
         self._described = 0  # Bytes of the manifest.
@@ -414,6 +510,7 @@ class _Reply:
         payload = frames[1]
         came = len(self.manifest) + len(self.body)
         if number == 0:
+            self.began_s = time.monotonic()
             self._described, self._total, self._size = _manifest_size(payload), total, size
         elif (total, size) != (self._total, self._size) or offset != came or came + len(payload) > size:
             raise ChannelError(f"chunk {number} from rank {self._source} does not follow the {came} bytes before")

@@ -69,6 +69,7 @@ ALL = -1  # Destination: every rank.
 _TIDY_INTERVAL_S = 5.0  # Between two searches for unused process sets.
 _UNLIKELY = 3  # One of so many state sources named is a rank that is not known to have the state.
 _MAX_OPEN = 4096  # Optimizers, and epochs of loaders, that are kept.
+_OWN_PACE = ("subgroup", "ps", "grouped")  # Families of plans in which ranks, or some of them, step by themselves.
 _GRANTS_KEPT = 64  # Per rank: more than it has requests in flight.
 _REPORT_IMMEDIATELY_S = 0.1
 """After the last rank is active again: the user's collectives come in bursts. A message per step wakes two threads of
@@ -228,8 +229,8 @@ class JobState:
         engine = self._optimizer(message.optimizer_id)
         engine.step_note(rank, message)
         pace_s = self._own_pace_s(rank)
-        if engine.active.mode == "subgroup" and pace_s is not None:
-            # The members wait for it at the end of the epoch: until it asks for samples again may be too late.
+        if engine.active.family in _OWN_PACE and pace_s is not None:
+            # The others wait for it at the end of the epoch: until it asks for samples again may be too late.
             self._leases.forecast(rank, pace_s)
 
     def _optimizer_dropped(self, rank: int, message: OptimizerDropped, now_s: float) -> None:
@@ -374,13 +375,13 @@ class JobState:
     def _own_pace_s(self, rank: int) -> float | None:
         """Median time of a rank's last 5 batches in seconds, from the first optimizer with reports.
 
-        Outside a subgroup a rank also waits for its parent between two batches: on a slow link most of the time.
+        Where a rank steps by itself it also waits for its parent or for servers between two batches: on a slow link
+        most of the time.
         """
         for engine in self.optimizers.values():
             recent = engine.history.latest_s(rank, 5)
-            if engine.active.mode == "subgroup" and rank not in engine.active.members:
-                sent = [each.times.compute_s + each.wait_s for each in engine.history[rank][-5:] if each.wait_s > 0.0]
-                recent = sent or recent
+            if engine.active.family in _OWN_PACE and rank not in engine.active.members:
+                recent = engine.history.latest_s(rank, 5, with_waits=True) or recent
             if recent and min(recent) > 0.0:
                 return sorted(recent)[len(recent) // 2]
         return None

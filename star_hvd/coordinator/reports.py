@@ -74,10 +74,19 @@ class History:
             for step, row in zip(steps, values, strict=True)
         ]
 
-    def latest_s(self, rank: int, count: int) -> list[float]:
-        """A rank's latest compute times, at most `count`, oldest first, seconds."""
+    def latest_s(self, rank: int, count: int, *, with_waits: bool = False) -> list[float]:
+        """A rank's latest compute times, at most `count`, oldest first, seconds.
+
+        Args:
+            rank: The rank.
+            count: How many of its reports to look at.
+            with_waits: Of those reports that say how long the rank waited in its step, compute time and wait.
+        """
         known = min(count, int(self._counts[rank]))
-        return list(self._values[rank, _COMPUTE, self._depth - known :].tolist())
+        latest = self._values[rank, :, self._depth - known :]
+        if not with_waits:
+            return list(latest[_COMPUTE].tolist())
+        return list((latest[_COMPUTE] + latest[_WAIT])[latest[_WAIT] > 0.0].tolist())
 
     def usual_s(self) -> list[float]:
         """Median of every rank's latest compute times, seconds; NaN for a rank without reports."""

@@ -6,6 +6,7 @@ bucket alone; whatever else reads parameters passes them too, so nothing sees wh
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -45,10 +46,21 @@ class ArrivingParameters:
         client: Where the parameters come from.
         gates: In front of the parameters.
         deadline_s: Longest wait for a bucket.
+        on_wait: Gets the seconds of every wait of the thread that makes the steps.
     """
 
-    def __init__(self, engine: StepEngine, client: Arrivals, gates: Gates, deadline_s: float) -> None:
+    def __init__(
+        self,
+        engine: StepEngine,
+        client: Arrivals,
+        gates: Gates,
+        deadline_s: float,
+        on_wait: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
         self._engine, self._client, self._gates, self._deadline_s = engine, client, gates, deadline_s
+        self._on_wait = on_wait
+        self._stepper = 0  # The thread that makes the steps.
+        self._waited_s = 0.0
         self._left: set[int] = set()
         self._under_way = False
         self._flats: Sequence[torch.Tensor] = ()
@@ -56,7 +68,7 @@ class ArrivingParameters:
 
     def begin(self, flats: Sequence[torch.Tensor]) -> None:
         """Parameters come into these buffers, one per bucket; the training thread goes on."""
-        self._flats, self._under_way = flats, True
+        self._flats, self._under_way, self._stepper = flats, True, threading.get_ident()
         for bucket in self._engine.applier.buckets:
             self._left.add(bucket.index)
             self._gates.close(bucket.index, bucket.params)
@@ -86,6 +98,11 @@ class ArrivingParameters:
         self._under_way = False
         return versions[0]
 
+    def take_waited_s(self) -> float:
+        """Seconds that the thread that makes the steps has waited since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
     def stop(self) -> None:
         """Take the gates away without waiting: a state from elsewhere takes the place of what is under way, or none."""
         with self._engine.replica.apply_lock:
@@ -94,7 +111,16 @@ class ArrivingParameters:
             self._under_way = False
 
     def _until(self, wait: Callable[[], None]) -> None:
-        limit_s = time.monotonic() + self._deadline_s
+        began_s = time.monotonic()
+        try:
+            self._look_until(wait, began_s + self._deadline_s)
+        finally:
+            if threading.get_ident() == self._stepper:
+                waited_s = time.monotonic() - began_s
+                self._waited_s += waited_s
+                self._on_wait(waited_s)
+
+    def _look_until(self, wait: Callable[[], None], limit_s: float) -> None:
         while True:
             if self._engine.failure is not None:
                 raise self._engine.failure

@@ -56,7 +56,7 @@ class Client(Protocol):
     def wait(self, deadline_s: float, *, whole: bool = True) -> Any: ...
     def wait_bucket(self, index: int, deadline_s: float) -> None: ...
     def finish(self, deadline_s: float) -> int: ...
-    def pull(self, deadline_s: float) -> Any: ...
+    def pull(self, deadline_s: float, *, known: int | None = None, empty: bool = False) -> Any: ...
     def state(self, deadline_s: float) -> Snapshot: ...
     def absent(self, away: bool) -> None: ...
     def wake(self) -> None: ...
@@ -107,6 +107,7 @@ class ServerSteps:
         early: Whether buckets are sent within backward.
         gates: In front of parameters that are on their way when `step` returns; None where it waits for all of them.
         compressed: Makes what is pushed smaller; None where it travels as it is.
+        on_wait: Gets the seconds of every wait of the training thread for such parameters: no work of this rank's own.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class ServerSteps:
         early: bool = False,
         gates: Gates | None = None,
         compressed: Compressed | None = None,
+        on_wait: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self.plan = plan
         self.client = client
@@ -137,9 +139,12 @@ class ServerSteps:
         # A push is clipped as a whole, and buffers on a device are copied as a whole.
         self._early = early and engine.applier.max_grad_norm is None and not engine.streams.devices
         made = gates is not None and not engine.streams.devices
-        self._arriving = ArrivingParameters(engine, client, gates, deadline_s) if gates is not None and made else None
+        self._arriving: ArrivingParameters | None = None
+        if gates is not None and made:
+            self._arriving = ArrivingParameters(engine, client, gates, deadline_s, on_wait)
         self._begun = False  # The push of this step has begun within backward, and nothing has changed since.
         self._given: dict[int, tuple[int, int]] = {}  # Buckets sent ahead of `step`, with `_state_of` them then.
+        self._held: tuple[int, list[int]] | None = None  # Version of the parameters here, and of their tensors then.
         self._compressed = compressed if not engine.streams.devices else None
         self._small: dict[int, bytes] = {}  # Of this push: per chunk what is sent instead of its part of the buffer.
 
@@ -189,6 +194,8 @@ class ServerSteps:
             engine.keep_late([flat.clone() for flat in flats], version)
             return None
         began_s = time.monotonic()
+        # What this step's forward pass waited for the parameters of the one before.
+        arriving_s = self._arriving.take_waited_s() if self._arriving is not None else 0.0
         outcome = self._exchange(flats)
         self._account(flats, version, outcome)
         if outcome.kind == "moved":
@@ -196,7 +203,7 @@ class ServerSteps:
         else:
             self._write(outcome, arriving=True)
             staleness = max(0, outcome.version - 1 - version)
-            self._on_step(StepInfo(outcome.version, staleness, time.monotonic() - began_s, self.acts_on))
+            self._on_step(StepInfo(outcome.version, staleness, arriving_s + time.monotonic() - began_s, self.acts_on))
             if self._compressed is not None:
                 self._compressed.ended()
         return None
@@ -301,8 +308,10 @@ class ServerSteps:
             engine.replica.overwritten()
             if arriving and self._arriving is not None:
                 self._arriving.begin(outcome.params)
+                self._held = None
             else:
                 self._copy(outcome.params)
+                self._held = outcome.version, self._versions()
             engine.note_step(outcome.version)
         if outcome.plan_id > engine.plan.plan_id:
             plan = self._plan_of(outcome.plan_id)
@@ -318,14 +327,24 @@ class ServerSteps:
     def _finish_arriving(self) -> None:
         """Wait for parameters that are on their way, before anything else is done with them."""
         version = self._arriving.finish() if self._arriving is not None else None
+        if version is not None:
+            self._held = version, self._versions()
         if version is not None and version < self._engine.step:  # Of a server that was restarted in the middle.
             self._engine.note_step(version)
 
+    def _versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():  # Not a use that has to wait for anything.
+            return [param._version for bucket in self._engine.applier.buckets for param in bucket.params]
+
+    def _known(self) -> int | None:
+        """Version of the servers' parameters that this rank has; None where the program has written to them since."""
+        return self._held[0] if self._held is not None and self._held[1] == self._versions() else None
+
     def catch_up(self) -> None:
-        """Get the newest parameters, at the end of an epoch for example."""
+        """Get the newest parameters, at the end of an epoch for example; those that are here are not sent again."""
         self._finish_arriving()
         if not self.over:
-            reply = self.client.pull(self._deadline_s)
+            reply = self.client.pull(self._deadline_s, known=self._known())
             if reply.kind == "params":
                 self._write(Outcome("params", reply.version, reply.plan_id, reply.params))
 
@@ -342,7 +361,7 @@ class ServerSteps:
     def confirm_inactive(self) -> None:
         """Wait until the servers have taken that in: what they are asked afterwards is answered afterwards."""
         if not self.over:
-            self.client.pull(self._deadline_s)
+            self.client.pull(self._deadline_s, empty=True)
 
     def wake(self) -> None:
         """Something changed that a wait should notice."""

@@ -39,14 +39,16 @@ class Parent:
     Attributes:
         link: The connection.
         state_too: Whether the optimizer's state is wanted, else the parameters alone.
+        awaited: Whether all ranks wait for this one.
     """
 
     link: ParentLink
     state_too: bool
+    awaited: bool = False
 
     def snapshot(self, min_step: int, deadline_s: float) -> Snapshot | None:
         """See `StateSource`."""
-        return self.link.state(min_step, state_too=self.state_too)
+        return self.link.state(min_step, state_too=self.state_too, awaited=self.awaited)
 
 
 class ChildSteps:
@@ -159,8 +161,8 @@ class ChildSteps:
     def _newest(self, min_step: int) -> Snapshot | None:
         return StateSources(parent=Parent(self._link, state_too=False)).find(min_step, _PATIENCE_S, self._wanted)
 
-    def _receive(self, min_step: int, patience_s: float) -> None:
-        parent = Parent(self._link, state_too=False)
+    def _receive(self, min_step: int, patience_s: float, *, awaited: bool = False) -> None:
+        parent = Parent(self._link, state_too=False, awaited=awaited)
         snapshot = StateSources(parent=parent).find(min_step, patience_s, self._wanted)
         self._answered = snapshot is not None
         self._load(snapshot)
@@ -182,7 +184,7 @@ class ChildSteps:
         """Get the parent's parameters, at the end of an epoch for example."""
         if not self.over:
             self._flush()
-            self._receive(self._engine.step, _MEETING_PATIENCE_S)
+            self._receive(self._engine.step, _MEETING_PATIENCE_S, awaited=True)
 
     def refresh_state(self) -> None:
         """The optimizer's state is the members'; a checkpoint of this rank needs theirs.

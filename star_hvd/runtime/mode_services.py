@@ -81,6 +81,7 @@ class ModeServices:
         self.sets = SetKeeper(len(keyring.peers), self._set_done)
         self._changed = ordered_condition("ModeServices._changed")
         self._set_reasons: dict[Ranks, str | None] = {}
+        self._link_bytes_per_s = 0.0  # Of this rank, as last measured.
         self._given_up: dict[int, int] = {}  # Per optimizer, the last epoch whose plan nothing waits for any more.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = supervised(self._run, "star-prepare")
@@ -135,6 +136,7 @@ class ModeServices:
                 chunk_bytes=self._config.chunk_bytes,
                 deadline_s=self._config.control_deadline_s,
             )
+            self._link_bytes_per_s = rate
             self._send(LinkRate(rate))
 
     def give_up(self, optimizer_id: int, plan_id: int) -> None:
@@ -220,6 +222,7 @@ class ModeServices:
             pace_bytes_per_s=config.late_bytes_per_s,
             deadline_s=config.step_deadline_s,
             packer=driver.engine.wire.packer(),
+            link_bytes_per_s=self._link_bytes_per_s,
         )
         return ChildSteps(
             driver.engine,
@@ -247,7 +250,8 @@ class ModeServices:
             background = plan.in_background(self._config.background)
             return ServerSteps(
                 driver.engine, plan, timed, early=plan.pushes_early(self._config.background),
-                gates=driver.gates if background else None, compressed=driver.engine.wire.server_pushes(), **common,
+                gates=driver.gates if background else None, compressed=driver.engine.wire.server_pushes(),
+                on_wait=driver.timer.add_outside, **common,
             )  # fmt: skip
         group = next(ranks for ranks in plan.groups if self._rank in ranks)
         collective = HorovodCollective(self.process_set(group)) if len(group) > 1 else None

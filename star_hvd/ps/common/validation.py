@@ -13,7 +13,7 @@ from typing import Any
 
 from star_hvd.errors import ChannelError
 
-__all__ = ["check_order", "check_products", "check_push", "check_push_result", "is_whole"]
+__all__ = ["check_order", "check_products", "check_pull", "check_push", "check_push_result", "is_whole"]
 
 _MOST = 1 << 62
 _MOST_REAL = 1e15  # Of a hyperparameter; integral ones have to fit 64 bits.
@@ -54,6 +54,14 @@ def check_push(meta: Mapping[str, Any], row_size: int | None = None) -> None:
         raise _refuse("a push", "row", row, f"{row_size} numbers or nothing")
     if not (meta.get("again") is None or is_whole(meta["again"])):
         raise _refuse("a push", "again", meta["again"], "a server's index or nothing")
+
+
+def check_pull(meta: Mapping[str, Any]) -> None:
+    """Check a request for parameters: which version of them its rank has, and whether it wants none anyway."""
+    if not (meta.get("known") is None or is_whole(meta["known"])):
+        raise _refuse("a request", "known", meta["known"], "a version or nothing")
+    if not isinstance(meta.get("empty", False), bool):
+        raise _refuse("a request", "empty", meta["empty"], "true or false")
 
 
 def _is_row(row: Any, size: int | None) -> bool:
@@ -112,6 +120,8 @@ def check_order(order: Mapping[str, Any], row_size: int) -> None:
         _check_update(order, row_size)
     if kind == "send" and not (order.get("only") is None or is_whole(order["only"])):
         raise _refuse("an order to send", "only", order["only"], "a server's index or nothing")
+    if kind == "pull":
+        check_pull(order)
     if kind == "guard" and not isinstance(order.get("on"), bool):
         raise _refuse("an order to guard", "on", order.get("on"), "true or false")
 

@@ -43,6 +43,8 @@ class Outbox:
         for header, item in self._parked.pop(identity, {}).values():
             if isinstance(item, ChunkStore):
                 self.chunk(identity, header._replace(version=item.version), item)
+            elif item is None:
+                self.none(identity, header)
             else:
                 self.meta(identity, header, item)
 
@@ -69,6 +71,13 @@ class Outbox:
         for begin, end in parts(size):
             head = pack(header._replace(offset=begin, size=size))
             self._router.send(identity, [head, buffer.frame(begin, end)])
+
+    def none(self, identity: bytes, header: Header) -> None:
+        """Send the version of a chunk's parameters instead of them."""
+        if identity in self._known:
+            self._router.send(identity, [pack(header), b""])
+        else:
+            self._parked.setdefault(identity, {})[header.kind, header.step, header.chunk] = (header, None)
 
     def _filled(self, header: Header, store: ChunkStore) -> Lent:
         whole = header.kind == Kind.STATED

@@ -187,14 +187,22 @@ class Primary:
                 self._links.push_result(*result)
             self._links.event({"event": "cut", **self._memory.cut})
 
-    def read(self, kind: str, rank: int, request: int) -> None:
+    def read(self, kind: str, rank: int, request: int, *, known: int | None = None, empty: bool = False) -> None:
         """A rank requests the parameters (`pull`) or the complete state (`state`) of one version.
+
+        Args:
+            kind: Which of them.
+            rank: The rank.
+            request: Its number of the request.
+            known: With `pull`, the version of the parameters that it has and need not be sent, None for none.
+            empty: With `pull`, whether it wants the answer alone, without parameters.
 
         Raises:
             ChannelError: There is no such rank.
         """
         self._check_rank(rank)
-        self._order({"op": kind, "rank": rank, "request": request})
+        what = {"known": known, "empty": empty} if kind == "pull" else {}
+        self._order({"op": kind, "rank": rank, "request": request, **what})
         self._flush()
 
     def member(self, rank: int, what: str) -> None:

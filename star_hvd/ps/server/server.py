@@ -36,7 +36,7 @@ from star_hvd.ps.common.mirror import Mirror
 from star_hvd.ps.common.optimizer_spec import OptimizerSpec
 from star_hvd.ps.common.pipe import Pipe
 from star_hvd.ps.common.record import Record
-from star_hvd.ps.common.validation import check_products, check_push, is_whole
+from star_hvd.ps.common.validation import check_products, check_pull, check_push, is_whole
 from star_hvd.ps.common.wire import Header, Kind, pack, read_meta, unpack
 from star_hvd.ps.server.chunk_store import ChunkStore
 from star_hvd.ps.server.no_compiler import leave_out
@@ -134,6 +134,10 @@ class _Job(Outlet):
         header = Header(kind, self.optimizer_id, self.session, rank, step, store.chunk.index, store.version)
         self.server.outbox.chunk(worker_identity(self.optimizer_id, self.session, rank), header, store)
 
+    def send_none(self, rank: int, step: int, store: ChunkStore) -> None:
+        header = Header(Kind.PULLED, self.optimizer_id, self.session, rank, step, store.chunk.index, store.version)
+        self.server.outbox.none(worker_identity(self.optimizer_id, self.session, rank), header)
+
     def _push_result(self, rank: int, step: int, result: dict[str, Any]) -> None:
         identity = worker_identity(self.optimizer_id, self.session, rank)
         self.server.outbox.meta(identity, Header(Kind.VERDICT, self.optimizer_id, self.session, rank, step), result)
@@ -181,7 +185,10 @@ class _Job(Outlet):
             self.shard.check_row(meta.get("row"))
             self.primary.push(rank, step, meta)
         elif kind in (Kind.PULL, Kind.STATE):
-            self.primary.read("pull" if kind == Kind.PULL else "state", rank, step)
+            meta = read_meta(payload)
+            check_pull(meta)
+            what = "pull" if kind == Kind.PULL else "state"
+            self.primary.read(what, rank, step, known=meta.get("known"), empty=meta.get("empty", False))
         elif kind == Kind.PRESENCE:
             self.primary.member(rank, str(read_meta(payload).get("what")))
         elif kind == Kind.JOIN:

@@ -40,6 +40,9 @@ class Outlet(Protocol):
     def send(self, rank: int, kind: Kind, step: int, store: ChunkStore) -> None:
         """Send a chunk's current parameters to a rank, or its complete record if `kind` is `STATED`."""
 
+    def send_none(self, rank: int, step: int, store: ChunkStore) -> None:
+        """Send a rank, in answer to `PULL`, the version of a chunk's parameters instead of them."""
+
     def arrived(self, rank: int, step: int, products: Sequence[float] | None) -> None:
         """Report to the primary that all chunks of a push are here."""
 
@@ -319,6 +322,8 @@ class Shard:
         if kind == "send" and order.get("only") in (None, self.index):
             for rank, step in order["to"]:
                 self._outlet.send(rank, Kind.PARAMS, step, store)
+        elif kind == "pull" and (order.get("empty") or order.get("known") == store.version):
+            self._outlet.send_none(order["rank"], order["request"], store)
         elif kind in ("pull", "state"):
             self._outlet.send(order["rank"], Kind.PULLED if kind == "pull" else Kind.STATED, order["request"], store)
         return True

@@ -242,15 +242,23 @@ class Client:
             self._woken = True
             self._line.changed.notify_all()
 
-    def pull(self, deadline_s: float) -> Reply:
+    def pull(self, deadline_s: float, *, known: int | None = None, empty: bool = False) -> Reply:
         """The parameters of one version, as `params`.
+
+        Args:
+            deadline_s: Longest wait.
+            known: A version of them that is here; the answer is `known`, without parameters, where that is the newest.
+            empty: Whether no parameters are wanted: an answer says that the servers have taken in what was sent before.
 
         Raises:
             DeadlineError: No complete parameters within `deadline_s`.
             ChannelError: The client was closed.
         """
         flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
-        return self._read(Exchange(self._layout, flats, kind=Kind.PULLED), deadline_s).reply()
+        exchange = self._read(Exchange(self._layout, flats, Kind.PULLED, known, empty), deadline_s)
+        if exchange.mixed and not empty:
+            exchange = self._read(Exchange(self._layout, flats, Kind.PULLED), deadline_s)
+        return exchange.reply()
 
     def state(self, deadline_s: float) -> Snapshot:
         """Parameters and optimizer state of one version, after a drain the final one.

@@ -257,7 +257,7 @@ class Line:
         exchange.reset()
         self.reads[self._requests] = exchange
         kind = Kind.STATE if isinstance(exchange, StateExchange) else Kind.PULL
-        self._meta(kind, self._requests, {})
+        self._meta(kind, self._requests, exchange.asks)
 
     def _reconnect(self, index: int, endpoint: Endpoint) -> None:
         if self.push is not None:

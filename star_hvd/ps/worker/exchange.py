@@ -26,7 +26,7 @@ class Reply:
     """What the servers answered.
 
     Attributes:
-        kind: `params`, `dropped`, `moved` or `interrupted`.
+        kind: `params`, `dropped`, `moved` or `interrupted`; `known` where a request for parameters got none.
         version: Of the parameters; with `moved` the final one.
         plan_id: Of the servers' active plan; with `moved` the one they were drained for.
         applied: Whether the push is in the parameters.
@@ -51,10 +51,21 @@ class Exchange:
         layout: The layout.
         flats: Flat tensors that receive the parameters, per bucket.
         kind: Kind of the messages with the parameters.
+        known: Version of the parameters that this rank has; chunks of it need not be sent. None for none.
+        empty: Whether the answer is wanted alone, without parameters.
     """
 
-    def __init__(self, layout: Layout, flats: list[torch.Tensor], kind: Kind = Kind.PARAMS) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        flats: list[torch.Tensor],
+        kind: Kind = Kind.PARAMS,
+        known: int | None = None,
+        empty: bool = False,
+    ) -> None:
         self._layout, self._kind = layout, kind
+        self._known, self._empty = known, empty
+        self._not_sent: set[int] = set()
         self._bytes = [flat.view(torch.uint8) for flat in flats]
         self._flats = flats
         self._push_result: dict[str, Any] | None = None
@@ -66,12 +77,23 @@ class Exchange:
     def reset(self) -> None:
         """Start over: everything is missing."""
         self._versions.clear()
+        self._not_sent.clear()
         self._missing = {
             (chunk.index, begin) for chunk in self._layout.chunks for begin, _ in parts(self._layout.nbytes(chunk))
         }
         self._left = [0] * len(self._layout.buckets)
         for chunk, _ in self._missing:
             self._left[self._layout.chunks[chunk].bucket] += 1
+
+    @property
+    def asks(self) -> dict[str, Any]:
+        """What a request for it says."""
+        return {"known": self._known, "empty": self._empty} if self._known is not None or self._empty else {}
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some chunks have come and some have not: those of a server that was restarted meanwhile."""
+        return 0 < len(self._not_sent) < len(self._layout.chunks)
 
     def has(self, bucket: int) -> bool:
         """Whether all of a bucket's parameters are here."""
@@ -121,6 +143,9 @@ class Exchange:
         if header.chunk >= len(self._layout.chunks):
             raise ChannelError(f"a server sent chunk {header.chunk}; there are {len(self._layout.chunks)}")
         chunk = self._layout.chunks[header.chunk]
+        if header.size == 0 and self._layout.nbytes(chunk) and self.asks:
+            self._note_none(header)
+            return
         size, end = self._layout.nbytes(chunk), header.offset + len(data)
         if header.size != size or header.offset % PART_BYTES or end != min(size, header.offset + PART_BYTES):
             raise ChannelError(f"{len(data)} of {header.size} bytes at {header.offset} do not fit a chunk of {size}")
@@ -132,6 +157,17 @@ class Exchange:
             self._missing.discard(key)
             self._left[chunk.bucket] -= 1
 
+    def _note_none(self, header: Header) -> None:
+        """A chunk is not sent, as it was asked for."""
+        if not self._empty and header.version != self._known:
+            raise ChannelError(f"a server kept a chunk of version {header.version} back; expected {self._known}")
+        missing = {key for key in self._missing if key[0] == header.chunk}
+        if missing:
+            self._not_sent.add(header.chunk)
+            self._versions.add(header.version)
+            self._missing -= missing
+            self._left[self._layout.chunks[header.chunk].bucket] -= len(missing)
+
     @property
     def version(self) -> int:
         """Of the parameters. After a server's restart chunks can differ in version; the least is given."""
@@ -140,6 +176,8 @@ class Exchange:
     def reply(self) -> Reply:
         """The answer; its version is that of the result as long as parameters are missing."""
         version = self.version
+        if self._not_sent:
+            return Reply("known", version)
         if self._push_result is None:
             return Reply("params", version, params=self._flats)
         kind = str(self._push_result["kind"])

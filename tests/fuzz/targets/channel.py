@@ -98,7 +98,8 @@ def _requests(draw: random.Random) -> bytes:
     found: list[Any] = []
     for _ in range(draw.randrange(1, 8)):
         least = draw.choice((0, 1 << 40, (1 << 64) - 1))
-        request = [b"peer", _REQUEST.pack(draw.randrange(9), draw.randrange(3), 1, least)]
+        pace = draw.choice((0, 1, 1 << 20, (1 << 64) - 1))
+        request = [b"peer", _REQUEST.pack(draw.randrange(9), draw.randrange(3), 1, least, pace)]
         push = [b"peer", *_push(draw, draw.randrange(3))]
         message = draw.choice((request, push))
         found.append(damaged(message, draw) if draw.random() < 0.5 else message)
@@ -113,6 +114,7 @@ def _answer(data: bytes) -> int:
     said = _list(msgpack.unpackb(data))
     for frames in said:
         server._answer([frame if isinstance(frame, bytes) else b"" for frame in frames])
+        server._send_due()
     return max(1, len(said))
 
 

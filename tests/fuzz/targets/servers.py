@@ -146,6 +146,10 @@ class _Sink:
         pack(header)
         self.sent += 1
 
+    def none(self, identity: bytes, header: Header) -> None:
+        pack(header)
+        self.sent += 1
+
     def meta(self, identity: bytes, header: Header, meta: Any) -> None:
         pack(header), msgpack.packb(meta)
         self.sent += 1
@@ -257,7 +261,8 @@ def _orders(draw: random.Random) -> bytes:
                 {"op": "update", "version": seq - 1, "parts": [[rank, seq, 1.0]], "row": None, "send": [[rank, seq]]},
                 {"op": "send", "to": [[rank, seq]]}, {"op": "drop", "rank": rank, "step": seq},
                 {"op": "skip", "rank": rank, "step": seq}, {"op": "forget", "rank": rank}, {"op": "guard", "on": True},
-                {"op": "pull", "rank": rank, "request": 7}, {"op": "state", "rank": rank, "request": 7},
+                {"op": "pull", "rank": rank, "request": 7, "known": draw.choice((None, 0, seq)), "empty": seq % 3 == 0},
+                {"op": "state", "rank": rank, "request": 7},
                 {"op": "cut", "version": seq},
             )
         )  # fmt: skip

@@ -211,6 +211,44 @@ def test_after_a_return_to_sync_a_switch_still_has_its_price() -> None:
     assert "; sync until staying has cost 0." in later.explain() and later.explain() == fresh.explain()
 
 
+@pytest.mark.parametrize(
+    ("servers", "ready", "warm", "chosen"),
+    [
+        (0.10, 0.105, False, "subgroup"),  # Hardly worse, and there at once.
+        (0.10, 0.105, True, "ps"),
+        (0.10, 0.30, False, "ps"),  # What it costs more in 48 steps is more than what is lost in two seconds.
+        (0.50, 0.52, True, "ps"),
+        (0.50, 0.52, False, "subgroup"),
+        (0.90, 0.98, False, "ps"),  # The other one is no gain over what there is.
+    ],
+)
+def test_servers_that_have_to_start_are_not_waited_for_in_vain(
+    servers: float, ready: float, warm: bool, chosen: str
+) -> None:
+    ps, subgroup = Plan.ps(4, 3, servers=(0, 1)), Plan.subgroup(4, [0, 1, 2])
+    relative = {"sync": 1.0, "ps": servers, "subgroup": ready}
+
+    def ranker(offered: Sequence[Plan], now: Conditions, one: Window, old: Plan) -> list[Prediction]:
+        made = [
+            Prediction(
+                plan=plan, relative=relative[plan.mode], low=0.9 * relative[plan.mode], high=1.1 * relative[plan.mode],
+                interval_s=relative[plan.mode] * 0.7, progress=1.0, drift=0.0, reach=1.0,
+            )
+            for plan in (Plan.sync(4), ps, subgroup)
+        ]  # fmt: skip
+        return sorted(made, key=lambda each: each.relative)
+
+    policy = CostPolicy(4, ranker=ranker)
+    policy.coming = ps if warm else None
+    plan = None
+    for end in range(40, 80):
+        slow = window(steady(4, usual_s=0.05), rates=[1e6 if rank == 3 else 2e7 for rank in range(4)], end=end)
+        plan = plan or policy.decide(slow, Plan.sync(4))
+    assert plan is not None and plan.mode == chosen
+    told = "the servers of ps(3) would have to start first" in plan.reason
+    assert told == (plan.mode == "subgroup")
+
+
 def test_bad_windows_and_arguments() -> None:
     with pytest.raises(ValueError, match="window is for 4"):
         CostPolicy(8).decide(window(steady(4)), Plan.sync(8))

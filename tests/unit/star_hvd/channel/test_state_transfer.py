@@ -15,14 +15,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.transmission.pace import SHARE, Pace
 from star_hvd.channel.keys import Keyring, Peer
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.state_transfer import (
     _HEADER,
     _MANIFEST,
     _REQUEST,
+    Caller,
     OtherRanks,
+    PacedReplies,
     TensorServer,
+    ask,
     fetch,
     pack_snapshot,
     unpack_snapshot,
@@ -238,6 +242,61 @@ def test_a_manifest_of_many_parameters_travels_in_chunks() -> None:
             server.stop()
 
 
+class Asking:
+    """A rank that asks for the state with a pace."""
+
+    def __init__(self, client: Keyring, rate: float) -> None:
+        self.caller = Caller(client.client(0, b"", port=client.peers[0].tensor_port))
+        self.pace = PacedReplies(Pace(rate), size_bytes=1 << 20)
+
+    def ask(self) -> Snapshot | None:
+        return ask(self.caller, 0, 0, time.monotonic() + 60.0, state_too=True, pace=self.pace)
+
+
+def test_a_paced_reply_comes_in_small_parts_no_faster_than_asked_for() -> None:
+    snapshot, rate = example(numel=40_000), 2e6
+    with two_rings() as (_, client, router, _):
+        sizes: list[int] = []
+        server = TensorServer(router, lambda engine, state_too, least: snapshot, 1 << 20)
+        send = server._send
+        server._send = lambda *parts: (sizes.append(len(parts[-1])), send(*parts))  # type: ignore[assignment,func-returns-value]
+        server.start()
+        asking = Asking(client, rate)
+        try:
+            began_s = time.monotonic()
+            got = asking.ask()
+            took_s = time.monotonic() - began_s
+            assert got is not None and same(got, snapshot)
+            # All but the last part was sent, and its time over, before that one; 10 ms may be made up for.
+            assert max(sizes) <= 0.01 * rate and took_s > (sum(sizes) - 2 * max(sizes)) / (SHARE * rate) - 0.01
+            assert asking.pace.size_bytes >= 1 << 20, "the next one is not taken to be shorter"
+            sizes.clear()
+            got = asking.ask()
+            assert got is not None and same(got, snapshot) and max(sizes) > 0.01 * rate, "the link is measured again"
+        finally:
+            asking.caller.close()
+            server.stop()
+
+
+def test_a_paced_reply_ends_where_its_asker_asks_again_and_others_do_not_wait_for_it() -> None:
+    snapshot = example(numel=40_000)
+    with two_rings() as (_, client, router, _):
+        server = TensorServer(router, lambda engine, state_too, least: snapshot if engine == 0 else None, 1 << 20)
+        server.start()
+        asking = Asking(client, 20_000.0)  # Ten seconds.
+        try:
+            with pytest.raises(DeadlineError):
+                ask(asking.caller, 0, 0, time.monotonic() + 0.2, state_too=True, pace=asking.pace)
+            assert server._paced
+            got = fetch(client, 0, 0, 60.0)
+            assert got is not None and same(got, snapshot) and server._paced, "another connection"
+            got = ask(asking.caller, 0, 0, time.monotonic() + 60.0, state_too=True)
+            assert got is not None and same(got, snapshot) and not server._paced
+        finally:
+            asking.caller.close()
+            server.stop()
+
+
 def test_fetches_of_two_threads() -> None:
     snapshot = example(numel=50_000)
     with two_rings() as (_, client, router, _):
@@ -323,7 +382,7 @@ def test_damaged_replies(replies: list[list[bytes]]) -> None:
             if router.poll(60_000):
                 peer, request = router.recv_multipart()
                 number, *wanted = _REQUEST.unpack(request)
-                assert wanted == [0, 1, 0]
+                assert wanted == [0, 1, 0, 0]
                 for head, *payload in replies:
                     if len(head) == _HEADER.size:
                         fields = list(_HEADER.unpack(head))

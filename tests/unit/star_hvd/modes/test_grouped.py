@@ -65,7 +65,7 @@ class Served:
         self.version = 0
         self.pulls = 0
 
-    def pull(self, deadline_s: float) -> Any:
+    def pull(self, deadline_s: float, **asks: Any) -> Any:
         self.pulls += 1
         return SimpleNamespace(kind="params", version=self.version, plan_id=1, params=[torch.ones(3)])
 

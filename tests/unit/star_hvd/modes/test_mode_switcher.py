@@ -308,7 +308,7 @@ def test_no_lock_is_held_while_the_servers_confirm_an_absence() -> None:
 class Line:
     """A child's connection to a parent that gives nothing, or a client of servers."""
 
-    def state(self, min_step: int, *, state_too: bool) -> None:
+    def state(self, min_step: int, *, state_too: bool, awaited: bool = False) -> None:
         return None
 
     def wake(self) -> None:
@@ -400,7 +400,7 @@ def test_a_child_that_has_what_is_newest_gets_it_once() -> None:
         engine.agreement.plan = plan
 
     class Parent(Line):
-        def state(self, min_step: int, *, state_too: bool) -> Any:
+        def state(self, min_step: int, *, state_too: bool, awaited: bool = False) -> Any:
             return world.engines[0].replica.snapshot()
 
     steps = child_steps(engine, plan, line=Parent())

@@ -84,10 +84,11 @@ class Rank:
         self.engine.leave_common_steps()
         self.client, self.infos = FakeClient(len(buckets)), list[StepInfo]()
         self.gates = ForwardGates(lambda index: None) if gated else None
+        self.waits_s: list[float] = []
         self.steps = ServerSteps(
             self.engine, self.engine.plan, cast(Any, self.client), deadline_s=DEADLINE_S, on_step=self.infos.append,
             on_notes=lambda notes: None, plan_of=lambda plan_id: None, same_session=lambda one, other: True,
-            early=True, gates=self.gates, compressed=compressed,
+            early=True, gates=self.gates, compressed=compressed, on_wait=self.waits_s.append,
         )
 
     def backward(self, value: float) -> None:
@@ -208,6 +209,26 @@ def test_a_use_of_parameters_waits_for_their_own_bucket_alone() -> None:
     assert rank.client.finished == 1 and rank.engine.step == 2
 
 
+def test_waits_for_parameters_are_the_steps_communication_and_no_work_of_the_rank() -> None:
+    rank = Rank(gated=True)
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    with ThreadPoolExecutor(1) as other:  # It waits longest, and is not the thread that steps.
+        other.submit(lambda: rank.model.state_dict()["0.weight"].clone())
+        timers = [threading.Timer(0.05 * number, event.set) for number, event in enumerate(rank.client.here, 1)]
+        for timer in timers:
+            timer.start()
+        rank.model(torch.ones(1, 4))
+    waited_s = sum(rank.waits_s)
+    assert waited_s > 0.0
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    assert rank.infos[-1].comm_s >= waited_s
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    assert len(rank.waits_s) > 1 and rank.infos[-1].comm_s >= sum(rank.waits_s) - waited_s
+
+
 @pytest.mark.parametrize("what", ["catch_up", "refresh_state", "state_dict", "step"])
 def test_everything_else_waits_for_all_parameters(what: str) -> None:
     rank = Rank(gated=True)
@@ -220,7 +241,7 @@ def test_everything_else_waits_for_all_parameters(what: str) -> None:
         elif what == "step":
             rank.steps.step(skip=False)
         else:
-            rank.client.pull = lambda deadline_s: Reply("interrupted")  # type: ignore[attr-defined]
+            rank.client.pull = lambda deadline_s, known: Reply("interrupted")  # type: ignore[attr-defined]
             rank.client.state = lambda deadline_s: Reply("interrupted")  # type: ignore[attr-defined]
             rank.engine.adopt_state = lambda snapshot: None  # type: ignore[method-assign]
             getattr(rank.steps, what)()
@@ -233,6 +254,37 @@ def test_everything_else_waits_for_all_parameters(what: str) -> None:
             event.set()
         used.result(timeout=DEADLINE_S)
     assert all(float(param.detach().min()) >= 1.0 for param in rank.model.parameters())
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_at_a_meeting_only_newer_parameters_come(gated: bool) -> None:
+    rank = Rank(gated=gated)
+    for event in rank.client.here:
+        event.set()
+    known: list[int | None] = []
+
+    def pull(deadline_s: float, known_: int | None) -> Reply:
+        known.append(known_)
+        if known_ == 3:
+            return Reply("known", 3)
+        flats = [torch.full((bucket.numel,), 3.0) for bucket in rank.engine.applier.buckets]
+        return Reply("params", 3, params=flats)
+
+    rank.client.pull = lambda deadline_s, known: pull(deadline_s, known)  # type: ignore[attr-defined]
+    rank.steps.catch_up()  # Nothing is known of the parameters here.
+    for _ in range(2):
+        rank.steps.catch_up()
+    assert known == [None, 3, 3] and rank.engine.step == 3
+    weight = next(iter(rank.model.parameters()))
+    with torch.no_grad():
+        weight.zero_()  # As in `broadcast_parameters`.
+    rank.steps.catch_up()
+    assert known[3:] == [None] and float(weight.detach().min()) == 3.0
+    rank.client.version = 0
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    rank.steps.catch_up()
+    assert known[4:] == [1], "what came with the answer to a push is known too"
 
 
 def test_the_end_of_the_mode_waits_for_nothing() -> None:

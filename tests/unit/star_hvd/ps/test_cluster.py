@@ -21,7 +21,7 @@ from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.ps.common.auth import connect
 from star_hvd.ps.common.identities import shard_identity
 from star_hvd.ps.common.wire import Header, Kind, pack, read_meta
-from star_hvd.ps.worker.exchange import Reply
+from star_hvd.ps.worker.exchange import Exchange, Reply
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, run_all
 
 pytestmark = pytest.mark.timeout(900)
@@ -253,6 +253,43 @@ def test_a_push_whose_buckets_were_sent_ahead_counts_from_its_announcement_on(x:
         assert after.step == 3 // x
         for old, new in zip(made.ordered, after.params, strict=True):
             torch.testing.assert_close(old.detach() - new, torch.ones_like(new), rtol=1e-5, atol=1e-5)
+
+
+def test_parameters_that_a_rank_has_are_not_sent_again() -> None:
+    with cluster(Plan.ps(2, 1, damping="none"), servers=2, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)) as made:
+        one, other = made.clients
+        whole = one.pull(DEADLINE_S)
+        assert whole.kind == "params" and whole.version == 0
+        for asked in ({"known": 0}, {"empty": True}, {"known": 7, "empty": True}):
+            reply = one.pull(DEADLINE_S, **asked)
+            assert (reply.kind, reply.version, reply.params) == ("known", 0, [])
+        other.push(step=0, version=0, flats=ones(made, 0), weight=1.0)
+        assert other.wait(DEADLINE_S).version == 1
+        assert one.pull(DEADLINE_S, empty=True).version == 1
+        for known in (0, 2, None):
+            reply = one.pull(DEADLINE_S, known=known)
+            assert reply.kind == "params" and reply.version == 1, "it has another version, or none"
+            assert any(not torch.equal(old, new) for old, new in zip(whole.params, reply.params, strict=True))
+        assert one.pull(DEADLINE_S, known=1).kind == "known"
+
+
+def test_an_answer_of_which_a_part_is_known_is_asked_for_again_as_a_whole() -> None:
+    """A server that was restarted in the middle may have executed more than the others."""
+    with cluster(Plan.ps(2, 1, damping="none"), servers=2, optimizer=lambda p: torch.optim.SGD(p, lr=1.0)) as made:
+        client, read, asked = made.clients[0], made.clients[0]._read, list[dict[str, Any]]()
+
+        def half(exchange: Exchange, deadline_s: float) -> Exchange:
+            asked.append(exchange.asks)
+            found = read(exchange, deadline_s)
+            if exchange.asks:
+                found._not_sent.discard(min(found._not_sent))
+            return found
+
+        client._read = half  # type: ignore[method-assign]
+        reply = client.pull(DEADLINE_S, known=0)
+        assert asked == [{"known": 0, "empty": False}, {}] and reply.kind == "params"
+        for bucket, flat in zip(made.buckets, reply.params, strict=True):
+            torch.testing.assert_close(flat, torch.cat([p.detach().reshape(-1) for p in bucket.params]))
 
 
 @pytest.mark.parametrize("complete", [False, True])

@@ -190,13 +190,15 @@ def test_reads_presence_and_the_end_of_a_mode_survive() -> None:
                     proxy.arm(way, frames, inside=True)
                 pulled, state = made.clients[0].pull(DEADLINE_S), made.clients[1].state(DEADLINE_S)
                 assert pulled.version == state.step == frames + 1
+                known = made.clients[1].pull(DEADLINE_S, known=pulled.version)
+                assert (known.kind, known.version) == ("known", pulled.version)
                 for proxy in made.proxies:
                     proxy.disarm()
             made.proxies[0].arm(TO_SERVER, 0, inside=True)
             made.clients[1].absent(True)
             assert one_step(made, 0, frames + 1, frames + 1).version == frames + 2, "the other is absent"
             made.clients[1].absent(False)
-            made.clients[1].pull(DEADLINE_S)
+            assert made.clients[1].pull(DEADLINE_S, empty=True).version == frames + 2
         made.proxies[0].arm(TO_CLIENT, 0, inside=True)
         made.clients[0].push(step=10, version=6, flats=made.gradients(0, 10), weight=1.0)
         made.servers[0].cut(0, 1)
@@ -292,10 +294,14 @@ def parent() -> Iterator[Parent]:
 
 @pytest.mark.parametrize("way", [TO_SERVER, TO_CLIENT], ids=["to the parent", "to the child"])
 @pytest.mark.parametrize("inside", [False, True], ids=["between frames", "inside a frame"])
-def test_a_late_gradient_is_taken_once_and_parameters_come(parent: Parent, way: int, inside: bool) -> None:
+@pytest.mark.parametrize("link_bytes_per_s", [0.0, 100_000.0], ids=["at once", "paced"])
+def test_a_late_gradient_is_taken_once_and_parameters_come(
+    parent: Parent, way: int, inside: bool, link_bytes_per_s: float
+) -> None:
     link = ParentLink(
-        parent.client_ring, 0, 1, 0, chunk_bytes=1024, pace_bytes_per_s=0.0, deadline_s=DEADLINE_S
-    )
+        parent.client_ring, 0, 1, 0, chunk_bytes=1024, pace_bytes_per_s=0.0, deadline_s=DEADLINE_S,
+        link_bytes_per_s=link_bytes_per_s,
+    )  # fmt: skip
     longest_s, version = 0.0, 0
     for frames in range(0 if inside else 1, 24):
         cuts = parent.proxy.cuts
