@@ -144,7 +144,9 @@ class ServerSteps:
             self._arriving = ArrivingParameters(engine, client, gates, deadline_s, on_wait)
         self._begun = False  # The push of this step has begun within backward, and nothing has changed since.
         self._given: dict[int, tuple[int, int]] = {}  # Buckets sent ahead of `step`, with `_state_of` them then.
-        self._held: tuple[int, list[int]] | None = None  # Version of the parameters here, and of their tensors then.
+        # The parameters here as they came: their version and the client's buffers, until the next push.
+        self._held: tuple[int, Sequence[torch.Tensor]] | None = None
+        self._on_their_way: Sequence[torch.Tensor] = ()
         self._compressed = compressed if not engine.streams.devices else None
         self._small: dict[int, bytes] = {}  # Of this push: per chunk what is sent instead of its part of the buffer.
 
@@ -242,6 +244,7 @@ class ServerSteps:
 
     def _push(self, flats: Sequence[torch.Tensor], *, count: int) -> Outcome:
         engine = self._engine
+        self._held = None  # The answer comes into the same buffers.
         engine.streams.await_host(self._deadline_s)
         total = sum(float(flat[-1]) for flat in flats) / max(1, len(flats))
         if not self._begun:
@@ -308,10 +311,10 @@ class ServerSteps:
             engine.replica.overwritten()
             if arriving and self._arriving is not None:
                 self._arriving.begin(outcome.params)
-                self._held = None
+                self._held, self._on_their_way = None, outcome.params
             else:
                 self._copy(outcome.params)
-                self._held = outcome.version, self._versions()
+                self._held = outcome.version, outcome.params
             engine.note_step(outcome.version)
         if outcome.plan_id > engine.plan.plan_id:
             plan = self._plan_of(outcome.plan_id)
@@ -328,17 +331,23 @@ class ServerSteps:
         """Wait for parameters that are on their way, before anything else is done with them."""
         version = self._arriving.finish() if self._arriving is not None else None
         if version is not None:
-            self._held = version, self._versions()
+            self._held = version, self._on_their_way
         if version is not None and version < self._engine.step:  # Of a server that was restarted in the middle.
             self._engine.note_step(version)
 
-    def _versions(self) -> list[int]:
-        with torch._C.DisableTorchFunctionSubclass():  # Not a use that has to wait for anything.
-            return [param._version for bucket in self._engine.applier.buckets for param in bucket.params]
-
     def _known(self) -> int | None:
-        """Version of the servers' parameters that this rank has; None where the program has written to them since."""
-        return self._held[0] if self._held is not None and self._held[1] == self._versions() else None
+        """Version of the servers' parameters that this rank has; None where the program has written to them since.
+
+        Compared by content: the version of a tensor does not tell of writes through `param.data` or NumPy.
+        """
+        if self._held is None:
+            return None
+        version, flats = self._held
+        for bucket, flat in zip(self._engine.applier.buckets, flats, strict=True):
+            for param, view in zip(bucket.params, bucket.split(flat), strict=True):
+                if not torch.equal(param.detach().cpu(), view.to(param.dtype)):
+                    return None
+        return version
 
     def catch_up(self) -> None:
         """Get the newest parameters, at the end of an epoch for example; those that are here are not sent again."""
