@@ -55,6 +55,7 @@ _SHARES = "; now "
 _EXACT = frozenset(("sync",))  # Batch shares are a form of it.
 _FED_BY = 8  # Steps within which a loader of `shard` has shown itself.
 _REGROUP_AFTER = 20  # Consecutive decisions with other groups before the groups are formed anew.
+_RATES_S = 3.0  # Longest wait for the rates of links before servers are placed; a sweep takes 2 s at most.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
 
@@ -130,6 +131,7 @@ class OptimizerState:
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
         self._plan_after_load: Plan | None = None
+        self._rates_by_s = math.inf  # Until when servers wait to be placed for the rates of links.
         self._restarting = False  # A state is being loaded, which waits for servers that are draining.
         self._published: dict[int, Plan] = {}
         self._next_epoch = 1
@@ -158,8 +160,9 @@ class OptimizerState:
         if wanted is None:
             self.choice = Choice(self.world_size, self._config, self._hosts, self._ranker)
         elif wanted.mode != self.active.mode or not wanted.plain:
-            self._wanted = wanted
-            if not (wanted.uneven or wanted.steal):  # Else once a loader feeds the ranks.
+            self._wanted, self._rates_by_s = wanted, now_s + _RATES_S
+            # Else once a loader feeds the ranks, or the links are measured.
+            if not (wanted.uneven or wanted.steal or self._awaits_rates):
                 self.publish(wanted, now_s)
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
@@ -340,7 +343,7 @@ class OptimizerState:
             self.links.new_decision(self.gradient_bytes)
             self._decide(now_s)
         self._alerts.stall(self.rule, now_s)
-        return min(wake_s, self._decide_at_s) if self.choice is not None else wake_s
+        return min(wake_s, self._decide_at_s) if self.choice is not None or self._awaits_rates else wake_s
 
     def window(self, now_s: float = math.nan) -> Window:
         """Recent reports of all ranks, links and losses, as a decision sees them.
@@ -385,7 +388,18 @@ class OptimizerState:
     @property
     def suspects_links(self) -> bool:
         """Whether the links should be measured: once at the start, and while they matter."""
-        return self.choice is not None and self.links.suspects(self.active)
+        return self._awaits_rates or (self.choice is not None and self.links.suspects(self.active))
+
+    @property
+    def _awaits_rates(self) -> bool:
+        """Whether servers that the user asks for are still to be placed, and the rates of some links are not known.
+
+        All ranks' parameters pass a server's link in every step: on a slow one that costs more than the wait.
+        """
+        wanted = self._wanted
+        if wanted is None or wanted.family not in ("ps", "grouped") or wanted.servers or self._rates_by_s == math.inf:
+            return False
+        return len(set(self._hosts)) > 1 and any(map(math.isnan, self.links.bytes_per_s))
 
     def surprised_by_links(self, now_s: float) -> bool:
         """Whether reductions take far longer than what is known of the links explains, so that this is outdated."""
@@ -517,6 +531,9 @@ class OptimizerState:
             self._say_unfed(wanted)
             return
         self.unfed = ""
+        if self._awaits_rates and now_s < self._rates_by_s:
+            return
+        self._rates_by_s = math.inf
         same = self.active.mode == wanted.mode and self.active.uneven == wanted.uneven
         same = same and self.active.steal == wanted.steal
         if not same and wanted.mode not in self.blocked:
