@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -161,8 +162,10 @@ class OptimizerState:
             self.choice = Choice(self.world_size, self._config, self._hosts, self._ranker)
         elif wanted.mode != self.active.mode or not wanted.plain:
             self._wanted, self._rates_by_s = wanted, now_s + _RATES_S
-            # Else once a loader feeds the ranks, or the links are measured.
-            if not (wanted.uneven or wanted.steal or self._awaits_rates):
+            if self._awaits_rates:
+                with contextlib.suppress(PlanError):  # `publish` says it.
+                    self._readiness.for_plan(self._resolve(wanted))  # Servers start meanwhile where they may well be.
+            elif not (wanted.uneven or wanted.steal):  # Else once a loader feeds the ranks.
                 self.publish(wanted, now_s)
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.base import Message, PlanMessage
-from star_hvd.channel.messages.switch import LinkRate, Probe
+from star_hvd.channel.messages.switch import LinkRate, Probe, WarmServers
 from star_hvd.coordinator.job_state import JobState
 from tests.support.job_states import CONFIG, Job, only
 
@@ -40,6 +40,7 @@ def asked(hosts: tuple[str, ...]) -> tuple[Job, list[Message]]:
 def test_no_server_is_on_a_slow_link(slow: int) -> None:
     job, at_once = asked(("a", "b", "c", "d"))
     assert not only(at_once, PlanMessage)
+    assert only(at_once, WarmServers), "they start meanwhile"
     heard = run(job, 2.5, lambda rank, target: RATE / 10.0 if slow in (rank, target) else RATE)
     (message,) = only(heard, PlanMessage)
     servers = Plan.from_dict(message.plan).servers
