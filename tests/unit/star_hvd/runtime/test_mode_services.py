@@ -90,6 +90,7 @@ def test_pushes_begin_early_unless_the_settings_say_no(
     wire = SimpleNamespace(server_pushes=lambda: None)
     driver = SimpleNamespace(
         engine=SimpleNamespace(plan=Plan.sync(4), applier=applier, wire=wire), gates="gates", timeline=None,
+        timer=SimpleNamespace(add_outside=None),
         reporter=SimpleNamespace(note_step=None, note_updates=None), switcher=SimpleNamespace(plan_of=None),
     )  # fmt: skip
     keyring: Any = SimpleNamespace(peers=[None] * 4)
