@@ -219,7 +219,7 @@ class HostLink:
     def close(self) -> None:
         """Nothing to let go of."""
 
-    def state(self, min_step: int, *, state_too: bool) -> Snapshot:
+    def state(self, min_step: int, *, state_too: bool, awaited: bool = False) -> Snapshot:
         return Snapshot(min_step, [torch.full((SIZE,), float(min_step)) for _ in range(3)], [{}, {}, {}])
 
 
