@@ -214,7 +214,7 @@ class ShardLoader:
         stock, shares = self._stock_for(len(order)), self._shares
         samples = self._samples_left(len(order), done)
         if shares is not None:
-            even = self._run.world_size if self._unweighted else 0
+            even = self._run.world_size if stock.even else 0
             shares.begin_epoch(stock.epoch, samples, self.batch_size, even=even)
         self._open = _Interrupted(epoch, stock.epoch, order.saved, len(order))
         stock.begin(_digest(order, done), done)
@@ -277,7 +277,8 @@ class ShardLoader:
     def _stock_for(self, positions: int) -> LeaseStock:
         """The stock of the epoch that begins: the one asked for ahead, where the epoch is as long as expected."""
         stock, self._next_stock = self._next_stock, None
-        if stock is not None and (stock.samples, stock.batch) != (positions, self.batch_size):
+        expected = (positions, self.batch_size, bool(self._unweighted))
+        if stock is not None and (stock.samples, stock.batch, stock.even) != expected:
             stock.close()
             stock, self._passes = None, self._passes + 1
         if stock is None:

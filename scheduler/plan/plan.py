@@ -366,7 +366,7 @@ class Plan:
         return bool(default) if self.transmission is None else self.transmission.background
 
     def pushes_early(self, default: bool | None) -> bool:
-        """Whether pushes to servers begin within backward: in the background, and where nobody has said anything.
+        """Whether pushes to servers begin within backward: in the background, and where neither plan nor settings say.
 
         Unlike parameters that arrive behind `step`, which are in the background only, this needs nothing of a program.
 

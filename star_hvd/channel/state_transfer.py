@@ -405,7 +405,7 @@ def fetch(
 
 @dataclass(slots=True)
 class PacedReplies:
-    """How fast replies are to come that nobody else waits for, by what earlier ones took.
+    """How fast replies are to come that no other rank waits for, by what earlier ones took.
 
     Attributes:
         pace: Chooses it.

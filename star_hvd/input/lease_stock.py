@@ -150,7 +150,7 @@ class LeaseStock:
     ) -> None:
         self._rank = rank
         self._sizer, self._fixed = sizer or ConstantBatches(batch), fixed
-        self._even = even
+        self.even = even
         self.loader, self.epoch, self.samples, self.batch = loader, epoch, samples, batch
         self.load_s = load_s
         self.closed = False
@@ -445,7 +445,7 @@ class LeaseStock:
                 self._fixed,
                 self._idle and not self._formed,
                 again,
-                self._even,
+                self.even,
             )
         )
         self._done = []

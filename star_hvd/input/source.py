@@ -26,7 +26,7 @@ class Source:
 
     Attributes:
         data: The data set.
-        batch_size: Samples per batch and rank, None where nobody said it.
+        batch_size: Samples per batch and rank, None where it is not known.
         samplers: The user's own, as `sampler` or `batch_sampler`.
         drop_last: Whether a short last batch of the epoch is left out.
         options: Further keywords of `DataLoader`.

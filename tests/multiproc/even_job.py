@@ -112,6 +112,26 @@ def native() -> dict[str, Any]:
     return _train(net, _optimizer(net.parameters(), groups=1), samples=12 * 4 * BATCH + BATCH + 3)
 
 
+def native_later() -> dict[str, Any]:
+    """The same, with an epoch of the loader before there is an optimizer, for statistics of the data for example."""
+    data = torch.utils.data.Subset(_data(), range(12 * 4 * BATCH + BATCH + 3))
+    loader = hvd.shard(data, batch_size=BATCH, seed=11)
+    for _ in loader:
+        pass
+    net = _net()
+    optimizer = _optimizer(net.parameters(), groups=1)
+    batches = []
+    for _ in range(2):
+        count = 0
+        for inputs, wanted, _ in loader:
+            optimizer.zero_grad()
+            torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+            optimizer.step()
+            count += 1
+        batches.append(hvd.allgather_object(count, name="count"))
+    return {"batches": batches, "once": []}
+
+
 def native_few() -> dict[str, Any]:
     """The same where the last step would have two samples for four ranks."""
     net = _net()

@@ -21,7 +21,7 @@ def _check(results: list[dict[str, Any]]) -> None:
         assert all(len(set(batches)) == 1 for batches in result["batches"])
 
 
-@pytest.mark.parametrize("scenario", ["sparse", "normalized", "native"])
+@pytest.mark.parametrize("scenario", ["sparse", "normalized", "native", "native_later"])
 def test_all_ranks_have_as_many_batches_to_the_end_of_the_epoch(scenario: str) -> None:
     _check(_job(scenario).check().results)
 
