@@ -36,7 +36,8 @@ class Config:
         lost_after_s: A rank silent for this long counts as lost.
         plan_deadline_s: A plan that is not active after this is abandoned.
         max_batch: Most samples that a rank may have in a batch under `sync(balanced)`, 0 for what fits in memory; and
-            in a pass under `sync(steal)`, where it is not less than a micro-batch, 0 for a batch of the loader.
+            in a pass under `sync(steal)`, where it is not less than a micro-batch, 0 for two batches of the loader or
+            what of that fits in memory.
         decide_interval_s: Interval of the windows on which `auto` decides.
         noise_interval_steps: Steps between two measurements of the gradient norms for the noise scale.
         replay_queue: Closed steps queued for a rank that is inside `step()`, before the job waits for it.

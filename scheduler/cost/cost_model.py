@@ -28,7 +28,7 @@ from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import LOCAL_COPIES, Plan
 from scheduler.plan.transmission import Transmission
-from scheduler.rules.microbatches import TRANSFER_S, stolen_makespan
+from scheduler.rules.microbatches import TRANSFER_S, moves, stolen_makespan
 from scheduler.rules.step_layout import grain
 from scheduler.rules.weights import damped, damping_scale
 from scheduler.transmission.behind_compute import averaging_left_s, push_left_s, reply_left_s, steps_behind
@@ -211,7 +211,8 @@ def _sync(plan: Plan, conditions: Conditions) -> Flow:
         # Ranks see the times of a step while it goes on, so slowness that moves costs no more than one that stays.
         parts = conditions.microbatches or _USUAL_PARTS
         fine = grain(conditions.batch or _USUAL_BATCH, parts)
-        steps = stolen_makespan(times, parts, grain=fine, fixed_part=conditions.fixed_part) + TRANSFER_S
+        options = {"grain": fine, "fixed_part": conditions.fixed_part, "moving": moves(times)}
+        steps = stolen_makespan(times, parts, **options) + TRANSFER_S
     interval_s = float(steps.mean()) + ring_s(conditions) + conditions.frozen_s
     return Flow.fresh(interval_s, conditions.world_size, float(steps.std()) / math.sqrt(len(steps)) / interval_s)
 

@@ -1,8 +1,8 @@
 """Micro-batches of a step, taken over by ranks that have done theirs (after EPSP, Zhou et al. 2019).
 
 A step's B samples are cut finer than into the user's micro-batches, in `grain` tasks for each of these. A rank computes
-a run of neighbouring tasks in one pass, at most as many as a batch of the user's has (`scheduler.rules.passes`): every
-pass has its fixed cost. Every rank begins a step with a share of the tasks by its pace, divided into passes, of which a
+a run of neighbouring tasks in one pass, at most as many as fit in its memory (`scheduler.rules.passes`): every pass has
+its fixed cost. Every rank begins a step with a share of the tasks by its pace, divided into passes, of which a
 short first one shows whether it has become slow. A rank that has begun all its passes takes over tasks that no one has
 begun, from the end of the rank that would end last: as many as it ends by the time T at which all would end if what is
 left were divided anew,
@@ -35,9 +35,9 @@ import numpy.typing as npt
 
 from scheduler.rules.leasing import Span
 from scheduler.rules.passes import PassTimes, earliest_end, pass_sizes, spread
-from scheduler.rules.step_layout import StepLayout
+from scheduler.rules.step_layout import LONGEST, StepLayout
 
-__all__ = ["TRANSFER_S", "Action", "Kind", "MicrobatchPool", "forecast_shares", "stolen_makespan"]
+__all__ = ["TRANSFER_S", "Action", "Kind", "MicrobatchPool", "forecast_shares", "moves", "stolen_makespan"]
 
 Array = npt.NDArray[np.float64]
 
@@ -47,12 +47,18 @@ TRANSFER_S = 1e-3
 _GAIN = 0.03
 """Least gain of a step's predicted time for which shares are unequal."""
 
+_MOVED, _OFTEN = 1.5, 0.05
+"""Change of a rank's time against the others' with which its slowness has moved; part of the steps in which one has."""
+
 _LOOK, _LOOK_S = 0.25, 2e-5
 """Part of the fastest rank's micro-batch after which ranks without tasks are looked at again; at least so long per
 rank."""
 
 _MANY = 16
 """Ranks above which what is left of a step is divided anew by the clock, not at every event."""
+
+_AHEAD_S = 4.0 * TRANSFER_S
+"""How long before a rank ends its last pass it is given more: so late that what the others do meanwhile is known."""
 
 _NEVER_S = 1e30  # Pace of a rank that takes nothing; infinite ones would make NaN of a product with 0.
 
@@ -82,10 +88,12 @@ def forecast_shares(
         first_s + (fixed * -(-count // cap) + count) * pace_s
         for count, pace_s, first_s in zip(equal, own_s, before_s, strict=True)
     )
-    return equal if equal_s <= (1.0 + _GAIN) * end_s else tuple(counts.astype(int).tolist())
+    return equal if equal_s <= (1.0 + _GAIN) * end_s else tuple(counts)
 
 
-def stolen_makespan(times_s: Array, parts: int, *, grain: int = 1, fixed_part: float = 0.0) -> Array:
+def stolen_makespan(
+    times_s: Array, parts: int, *, grain: int = 1, fixed_part: float = 0.0, moving: bool = False
+) -> Array:
     """Time of steps whose tasks end as early as they can, each rank having at least one: what taking over comes to.
 
     Args:
@@ -93,11 +101,25 @@ def stolen_makespan(times_s: Array, parts: int, *, grain: int = 1, fixed_part: f
         parts: Micro-batches of a rank.
         grain: Tasks of a micro-batch.
         fixed_part: Part of these times that does not depend on the batch: that of `parts` passes.
+        moving: Whether ranks become slow and fast again, see `moves`: short first passes, which show it, come to passes
+            of no more than a batch.
     """
     share = parts * grain
     fixed = share * fixed_part / (1.0 - fixed_part) / parts
     pace_s = times_s / (share + parts * fixed)
-    return earliest_end(np.zeros_like(pace_s), pace_s, share * times_s.shape[-1], fixed, share, 1)
+    cap = share if moving else LONGEST * share
+    return earliest_end(np.zeros_like(pace_s), pace_s, share * times_s.shape[-1], fixed, cap, 1)
+
+
+def moves(times_s: Array) -> bool:
+    """Whether ranks become slow and fast again, so often that short first passes are worth their cost.
+
+    Args:
+        times_s: Seconds of every rank in steps that follow each other, shape (n_steps, n_ranks).
+    """
+    relative = times_s / times_s.min(axis=-1, keepdims=True)
+    changes = np.maximum(relative[1:] / relative[:-1], relative[:-1] / relative[1:])
+    return bool(len(changes)) and float((changes.max(axis=-1) > _MOVED).mean()) > _OFTEN
 
 
 def _known(paces_s: Sequence[float]) -> list[float] | None:
@@ -231,6 +253,23 @@ class _Step:
         return False
 
 
+    def free_all(self, rank: int, runs: Sequence[Span]) -> bool:
+        """A rank gives these runs back; False, and nothing has changed, where it does not have them all."""
+        before = deque(self.queues[rank])
+        if not all(first < stop and self.remove(rank, (first, stop)) for first, stop in runs):
+            self.queues[rank] = before
+            return False
+        self.free.extend(runs)
+        # Of what was wanted back of them the answer will be that nothing is left.
+        kept = [one for one in self.asked if one.rank != rank or not _overlap((one.first, one.stop), runs)]
+        self.asked, self.divided = kept, None
+        return True
+
+
+def _overlap(run: Span, runs: Sequence[Span]) -> bool:
+    return any(first < run[1] and run[0] < stop for first, stop in runs)
+
+
 @dataclass(slots=True)
 class _Worker:
     """State of a rank.
@@ -318,7 +357,9 @@ class MicrobatchPool:
         sent += [_shortened(each.shares[rank], each.left(rank)) for _, each in sorted(self._steps.items())]
         return [*sent, *self._make_steps(now_s)]
 
-    def begin(self, rank: int, step: int, task: int, task_s: float, now_s: float, tasks: int = 1) -> list[Action]:
+    def begin(
+        self, rank: int, step: int, task: int, task_s: float, now_s: float, tasks: int = 1, given: Sequence[Span] = ()
+    ) -> list[Action]:
         """A rank begins a pass, or has nothing to work on.
 
         Args:
@@ -328,6 +369,7 @@ class MicrobatchPool:
             task_s: Seconds that the pass before took it, 0 where there was none.
             now_s: The time.
             tasks: Tasks of the pass.
+            given: Runs that it has not begun and gives back, because it has become slow: for whom they suit best.
 
         Raises:
             ValueError: It does not have these tasks; nothing has changed.
@@ -335,6 +377,8 @@ class MicrobatchPool:
         worker, found = self._workers[rank], self._steps.get(step)
         if task >= 0 and (found is None or tasks < 1 or not found.remove(rank, (task, task + tasks))):
             raise ValueError(f"rank {rank} begins {tasks} tasks from {task} of step {step}, which it does not have")
+        if given and (found is None or not found.free_all(rank, given)):
+            raise ValueError(f"rank {rank} gives back tasks {list(given)} of step {step}, which it does not have")
         if task_s > 0.0 and worker.tasks:
             self.times.note(rank, worker.tasks, task_s, (self.epoch, worker.of_step))
         if all(step > each.step for each in self._workers):  # So the step before was reduced, on all ranks.
@@ -394,9 +438,10 @@ class MicrobatchPool:
         """What time alone brings about, and when to look again (infinite where nothing can come of it)."""
         if not self.steals or now_s < self._look_at_s:
             return [], self._look_at_s if self.steals else math.inf
+        self._look_at_s = math.inf
         actions = self._steal(now_s)
-        waits = any(self._is_free(rank) and math.isnan(w.began_s) for rank, w in enumerate(self._workers))
-        self._look_at_s = now_s + self._look_s() if waits else math.inf
+        if any(self._is_free(rank) and math.isnan(w.began_s) for rank, w in enumerate(self._workers)):
+            self._look_at_s = min(self._look_at_s, now_s + self._look_s())
         return actions, self._look_at_s
 
     # ---- shares ---------------------------------------------------------------------------------------------
@@ -514,20 +559,32 @@ class MicrobatchPool:
             return actions
         among = range(len(self._workers)) if rank < 0 or len(self._workers) <= _MANY else (rank,)
         free = sorted((self._free_s(each, now_s), each) for each in among if self._is_free(each))
-        for _, each in free:
+        for free_s, each in free:
+            if self.steals and free_s > now_s + _AHEAD_S:
+                self._look_at_s = min(self._look_at_s, free_s - _AHEAD_S)
+                continue
             step = self._workers[each].step
             found = self._steps[step]
             if found.free:
-                first, stop = found.free.popleft()
-                end = min(stop, first + self.layout.grain)
-                if end < stop:
-                    found.free.appendleft((end, stop))
-                found.queues[each].append((first, end))
-                found.divided = None
-                actions.append(Action(each, Kind.GRANT, step, first, end - first))
+                actions += self._give_free(each, step, found, now_s)
             elif self.steals:
                 actions += self._take_over(each, step, found, now_s)
         return actions
+
+    def _give_free(self, rank: int, step: int, found: _Step, now_s: float) -> list[Action]:
+        """Tasks that no rank has: as many as this one ends when all could end, if the ranks' paces are known."""
+        wanted = self.layout.grain
+        if self.steals and any(counts := self._divide(step, found, now_s).counts):
+            wanted = min(counts[rank], self.layout.longest)
+        if wanted < 1:
+            return []
+        first, stop = found.free.popleft()
+        end = min(stop, first + wanted)
+        if end < stop:
+            found.free.appendleft((end, stop))
+        found.queues[rank].append((first, end))
+        found.divided = None
+        return [Action(rank, Kind.GRANT, step, first, end - first)]
 
     def _divide(self, step: int, found: _Step, now_s: float) -> _Division:
         """What is left of a step divided anew."""
@@ -535,7 +592,8 @@ class MicrobatchPool:
             return found.divided
         ranks = range(len(self._workers))
         left = [found.left(rank) for rank in ranks]
-        tasks = sum(left) + sum(one.stop - one.first for one in found.asked)
+        unowned = [*((one.first, one.stop) for one in found.asked), *found.free]
+        tasks = sum(left) + sum(stop - first for first, stop in unowned)
         paces_s = _known([self._pace_s(rank, now_s) for rank in ranks])
         found.divided = _Division(now_s + (self._look_s() if len(ranks) > _MANY else 0.0), [0 for _ in ranks])
         if tasks and paces_s is not None:
@@ -546,9 +604,12 @@ class MicrobatchPool:
             ]
             paces_s = [_NEVER_S if w.left else pace_s for w, pace_s in zip(self._workers, paces_s, strict=True)]
             start_s = [free_s[rank] + (0.0 if found.queues[rank] else TRANSFER_S) for rank in ranks]
-            end_s, counts = spread(start_s, paces_s, tasks, fixed, cap)
-            found.divided.counts = counts.astype(int).tolist()
             ends_s = [free_s[r] + paces_s[r] * (fixed * -(-left[r] // cap) + left[r]) for r in ranks]
+            sooner_s = min((start_s[r] + paces_s[r] * (fixed + 1) for r in ranks if not left[r]), default=math.inf)
+            if not found.free and max(ends_s) <= sooner_s + TRANSFER_S:
+                return found.divided  # No rank without tasks would end a single one sooner.
+            end_s, counts = spread(start_s, paces_s, tasks, fixed, cap)
+            found.divided.counts = counts
             late = (r for r in ranks if left[r] > found.divided.counts[r] and ends_s[r] > end_s + TRANSFER_S)
             found.divided.late = sorted(late, key=lambda rank: -ends_s[rank])
         return found.divided

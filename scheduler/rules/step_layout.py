@@ -8,7 +8,10 @@ from collections.abc import Iterable
 
 from scheduler.rules.leasing import Span, joined, without
 
-__all__ = ["StepLayout", "grain"]
+__all__ = ["LONGEST", "StepLayout", "grain"]
+
+LONGEST = 2
+"""Batches of the user's in a pass, at most: a rank twice as fast as the others computes its share in one."""
 
 _GRAIN = 8
 """Tasks of a micro-batch: shares of a rank four times slower than the others are right to a sixteenth of a step."""
@@ -33,7 +36,7 @@ class StepLayout:
 
     Attributes:
         share: Tasks of a rank in a step on ranks of equal speed.
-        longest: Most tasks of a pass: those of a batch of the user's, unless `limit_passes` says less.
+        longest: Most tasks of a pass: those of `LONGEST` batches of the user's, unless `limit_passes` says less.
         whole: Tasks of a whole step.
 
     Raises:
@@ -52,7 +55,7 @@ class StepLayout:
         stop = samples - samples % batch if drop_last else samples
         self.parts, self.grain, self.world_size = parts, grain, world_size
         self.share = parts * grain
-        self.longest = self.share
+        self.longest = LONGEST * self.share
         self.whole = self.share * world_size
         self._spans = without([(0, stop)], done)
         self._ends = list(itertools.accumulate(end - start for start, end in self._spans))
@@ -60,9 +63,8 @@ class StepLayout:
         self._batch, self._per_step = batch, batch * world_size
 
     def limit_passes(self, samples: int) -> None:
-        """No pass is to have more samples, where that is not less than a micro-batch; 0 for no limit."""
-        if samples:
-            self.longest = min(self.longest, max(self.grain, samples * self.share // self._batch))
+        """No pass is to have more samples, where that is not less than a micro-batch; 0 for a batch of the user's."""
+        self.longest = min(self.longest, max(self.grain, (samples or self._batch) * self.share // self._batch))
 
     @property
     def steps(self) -> int:

@@ -16,7 +16,7 @@ from scheduler.balance.share_policy import share_factors, solve_shares
 from scheduler.balance.time_curves import SHORT
 from scheduler.diagnosis.window_stats import THRESHOLD
 from scheduler.plan.plan import Plan
-from scheduler.rules.microbatches import TRANSFER_S, stolen_makespan
+from scheduler.rules.microbatches import TRANSFER_S, moves, stolen_makespan
 from scheduler.rules.step_layout import grain
 from scheduler.simulator.base import HISTORY, State, StepMode
 from scheduler.simulator.machines import Array, Flags, Ints
@@ -126,10 +126,17 @@ class Rounds(StepMode):
             times_s = machines.finish_s[row] - machines.start_s[row]
             parts, fixed_part = int(machines.parts[row]) or _PARTS, float(machines.fixed_part[row])
             fine = grain(int(machines.batch[row]) or _BATCH, parts)
-            makespan_s = float(stolen_makespan(times_s, parts, grain=fine, fixed_part=fixed_part)) + TRANSFER_S
+            options = {"grain": fine, "fixed_part": fixed_part, "moving": self._moves(row)}
+            makespan_s = float(stolen_makespan(times_s, parts, **options)) + TRANSFER_S
             found_s[row] = min(close_s[row], machines.start_s[row].max() + makespan_s)
             machines.finish_s[row] = np.minimum(machines.finish_s[row], found_s[row])
         return found_s
+
+    def _moves(self, row: int) -> bool:
+        """Whether the latest reports of a job show slowness that moves."""
+        reported = int(self.state.reported[row].min())
+        slots = (reported - 1 - np.arange(min(reported, HISTORY))) % HISTORY
+        return moves(self.state.history_s[row][:, slots].T) if reported > 1 else False
 
     # ---- the closing rule -------------------------------------------------------------------------------------------
 

@@ -333,7 +333,7 @@ class MicrobatchDesk:
         if pool is not None:
             try:
                 actions = pool.begin(
-                    rank, message.step, message.task, message.compute_s, now_s, message.tasks
+                    rank, message.step, message.task, message.compute_s, now_s, message.tasks, spans_of(message.given)
                 )
             except ValueError as error:
                 raise ChannelError(str(error)) from error

@@ -6,8 +6,8 @@ ahead, and begun one by one. Until one is begun it can be called back, or its la
 what the workers have loaded of it is then thrown away. One that is taken over is loaded by the training thread: it is
 due at once, and the workers are at later steps; so is what stays of one that was loaded.
 
-A rank whose first pass took longer than was expected begins the others in smaller parts: what it has not begun can be
-taken over.
+A rank of which a pass took far longer than was expected gives back what it has not begun of the step: the coordinator
+divides that anew, and this rank's next pass may be none of it. It would not end in time what it began now.
 
 The training thread reserves a micro-batch where the optimizer is asked to step, or where the loop asks for the next
 one: if there is one of this step it counts as begun, so the step is not over for this rank, which no other can change.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,7 +41,7 @@ from star_hvd.locks import ordered_condition
 
 __all__ = ["Microbatch", "MicrobatchInHand", "MicrobatchStock"]
 
-_LATE = 1.25  # Times its expected time from which on a first pass shows that this rank has become slow.
+_LATE = 1.5  # Times its expected time from which on a pass shows that this rank has become slow.
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ class MicrobatchStock:
         self.taken_over = 0
         self.own_part = 0.0
         self._rank, self._layout, self._opening, self._send = rank, layout, opening, send
+        layout.limit_passes(opening.most)
         # Guards what follows; messages are queued for sending under it.
         self._changed = ordered_condition("MicrobatchStock._changed")
         self._queue: deque[Microbatch] = deque()  # Of this rank's shares, not formed yet.
@@ -109,9 +110,9 @@ class MicrobatchStock:
         self._begun: set[Microbatch] = set()  # Of this step.
         self._shares: dict[int, MicrobatchShares] = {}  # Of each step, as far as known.
         self._consumption = Consumption()
-        self._began_s = 0.0
+        self._began_s, self._present = 0.0, 0  # When the pass began that the training thread works on, and its tasks.
         self._last_s = 0.0  # Time of the micro-batch that ended last, until it is reported.
-        self._hurry = 1.0  # Part of a pass that this rank begins, where it takes longer than was expected.
+        self._gave_up = False  # Whether this rank has become slow in this step.
         self._said_idle = False
         self._refused = ""
 
@@ -155,7 +156,7 @@ class MicrobatchStock:
         """The step is over for this rank. Whether there is another one in the epoch."""
         with self._changed:
             self._shares.pop(self._step, None)
-            self._step, self._said_idle, self._hurry, self.own_part = self._step + 1, False, 1.0, 0.0
+            self._step, self._said_idle, self._gave_up, self.own_part = self._step + 1, False, False, 0.0
             self._begun.clear()
             return self._step < self._layout.steps
 
@@ -189,7 +190,7 @@ class MicrobatchStock:
         with self._changed:
             assert self._reserved is not None
             found, self._reserved = self._reserved, None
-            self._began_s = time.monotonic()
+            self._began_s, self._present = time.monotonic(), found.tasks
             return found
 
     def ended(self) -> None:
@@ -260,7 +261,9 @@ class MicrobatchStock:
             elif isinstance(message, MicrobatchShares):
                 self._note_shares(message)
             elif isinstance(message, MicrobatchGrant):
-                self._granted.append(self._run(message.step, message.task, message.tasks, own=False, granted=True))
+                stop = message.task + message.tasks
+                for first, end in self._cut(message.task, stop):
+                    self._granted.append(self._run(message.step, first, end - first, own=False, granted=True))
             elif isinstance(message, MicrobatchRecall):
                 given = self._give_back(message.step, message.task, message.task + message.tasks)
                 self._send(MicrobatchReturn(self.loader, self.epoch, message.step, message.task, given > 0, given))
@@ -277,8 +280,13 @@ class MicrobatchStock:
         task = sum(message.counts[: self._rank])
         self._shares[message.step] = message
         for size in message.sizes:
-            self._queue.append(self._run(message.step, task, size))
+            for first, end in self._cut(task, task + size):
+                self._queue.append(self._run(message.step, first, end - first))
             task += size
+
+    def _cut(self, first: int, stop: int) -> Iterator[Span]:
+        """A run in passes that fit in this rank's memory: the coordinator may not have known its limit yet."""
+        return ((at, min(stop, at + self._layout.longest)) for at in range(first, stop, self._layout.longest))
 
     def _give_back(self, step: int, first: int, stop: int) -> int:
         """Forget tasks up to `stop`, but those before `first` and those that are begun; how many."""
@@ -318,7 +326,6 @@ class MicrobatchStock:
         return bool(self._refused) or self._find() is not None or self._closed_upto >= self._step
 
     def _begin(self, found: Microbatch, steps_made: int) -> None:
-        found = self._shortened(found)
         self._reserved = found
         self._begun.add(found)
         self._said_idle = False
@@ -331,29 +338,28 @@ class MicrobatchStock:
         self._consumption.note(found.spans, steps_made)
         self._report(found.task, found.tasks)
 
-    def _shortened(self, found: Microbatch) -> Microbatch:
-        """What of a pass is begun by a rank that has become slow."""
-        tasks = max(1, int(found.tasks * self._hurry))
-        where = next((each for each in (self._queue, self._granted) if found in each), None)
-        if where is None or tasks >= found.tasks:
-            return found
-        at = where.index(found)
-        parts = (found.task, tasks), (found.task + tasks, found.tasks - tasks)
-        first, second = (self._run(found.step, *part, own=found.own, granted=found.granted) for part in parts)
-        where[at] = first
-        where.insert(at + 1, second)
-        return first
+    def _give_up(self) -> None:
+        """This rank has become slow: give back what it has not begun of the step."""
+        self._gave_up = True
+        where = (*self._formed.values(), *self._queue, *self._granted)
+        given = sorted((each.task, each.stop) for each in where if each.step == self._step and each not in self._begun)
+        if given:
+            self._give_back(self._step, given[0][0], given[-1][1])
+            self._said_idle = True
+            self._report(-1, given=[bound for run in given for bound in run])
 
-    def _report(self, task: int, tasks: int = 1) -> None:
+    def _report(self, task: int, tasks: int = 1, given: Sequence[int] = ()) -> None:
         last_s, self._last_s = self._last_s, 0.0
-        self._send(MicrobatchBegin(self.loader, self.epoch, self._step, task, last_s, tasks))
+        self._send(MicrobatchBegin(self.loader, self.epoch, self._step, task, last_s, tasks, list(given)))
 
     def _end_present(self) -> None:
         if self._began_s:
             self._last_s, self._began_s = time.monotonic() - self._began_s, 0.0
-            shares = self._shares.get(self._step)
-            if len(self._begun) == 1 and shares is not None and self._last_s > _LATE * shares.first_s > 0.0:
-                self._hurry = shares.first_s / self._last_s
+            shares, tasks = self._shares.get(self._step), self._present
+            if shares is not None and shares.first_s > 0.0 and not self._gave_up:
+                expected_s = shares.first_s * (shares.fixed + tasks) / (shares.fixed + shares.sizes[0])
+                if self._last_s > _LATE * expected_s:
+                    self._give_up()
 
 
 class MicrobatchInHand:

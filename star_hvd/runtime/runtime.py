@@ -21,6 +21,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object
 
 from scheduler.records import Plan
+from scheduler.rules.step_layout import LONGEST
 from star_hvd import env, threads
 from star_hvd.build_check import own_build, require_equal
 from star_hvd.channel.agent import Agent
@@ -466,6 +467,20 @@ class Runtime:
         largest = round(max(list(self.batch_weights), default=0.0) * self.reference_samples)
         buckets = [bucket for driver in list(self.drivers.values()) for bucket in driver.engine.applier.buckets]
         return self.memory.most(loader, largest, buckets[0].flat.device if buckets else None)
+
+    def most_in_pass(self, loader: int, batch: int) -> int:
+        """Most samples in a pass over micro-batches of a loader: what fits in memory, a batch where that is not known.
+
+        Args:
+            loader: Number of the loader.
+            batch: Samples of a rank in a step, as the user gave it.
+        """
+        if self.config.max_batch:
+            return self.config.max_batch
+        buckets = [bucket for driver in list(self.drivers.values()) for bucket in driver.engine.applier.buckets]
+        if buckets and all(bucket.flat.device.type == "cpu" for bucket in buckets):
+            return LONGEST * batch
+        return max(batch, self._most_samples(loader))
 
     def batch_weight(self, passes: int) -> float:
         """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 
 from scheduler.rules.microbatches import Action, Kind, MicrobatchPool
 from scheduler.rules.passes import PassTimes
-from scheduler.rules.step_layout import StepLayout, grain
+from scheduler.rules.step_layout import LONGEST, StepLayout, grain
 
 __all__ = ["StealWorld"]
 
 MESSAGE_S = 0.0005
-LATE = 1.25  # As `star_hvd.input.microbatches` has it.
+LATE = 1.5  # As `star_hvd.input.microbatches` has it.
 
 
 @dataclass
@@ -31,7 +31,6 @@ class _Rank:
     idle: bool = False
     whole: bool = False
     last_s: float = 0.0
-    hurry: float = 1.0
     passes: int = 0
 
 
@@ -75,7 +74,7 @@ class StealWorld:
         self._layout = StepLayout(
             steps * self.batch * self.n, self.batch, self.parts, self.n, grain=grain(self.batch, self.parts)
         )
-        self._layout.limit_passes(self.limit)
+        self._layout.limit_passes(self.limit or LONGEST * self.batch)
         self._pool = MicrobatchPool(self._layout, self.times, self._epochs)
         self._pool.steals = True
         self._epochs += 1
@@ -158,18 +157,15 @@ class StealWorld:
 
     def _begin(self, number: int, rank: _Rank, runs: deque[tuple[int, int]]) -> None:
         task, size = runs.popleft()
-        part = max(1, int(size * rank.hurry))
-        if part < size:
-            runs.appendleft((task + part, size - part))
         step = rank.step
-        for each in range(task, task + part):
+        for each in range(task, task + size):
             assert (step, each) not in self._seen
             self._seen.add((step, each))
-        samples = sum(stop - start for start, stop in self._layout.spans(step, task, part))
+        samples = sum(stop - start for start, stop in self._layout.spans(step, task, size))
         self.most = max(self.most, samples)
         rank.busy, rank.idle = True, False
         rank.passes += 1
-        self._report(number, task, part)
+        self._report(number, task, size)
         slowdown = self.slowdown(len(self.steps_s), number)
         time_s = slowdown * (self.fixed_s + self.sample_s * samples) * (1.0 + abs(self.random.gauss(0.0, self.jitter)))
         self._at(time_s, lambda: self._ended(number, time_s))
@@ -183,15 +179,24 @@ class StealWorld:
         rank = self._ranks[number]
         rank.busy, rank.last_s = False, time_s
         expected_s = rank.expected_s.pop(rank.step, 0.0)
-        rank.hurry = expected_s / time_s if time_s > LATE * expected_s > 0.0 else 1.0
+        runs = rank.runs[rank.step]
+        if runs and time_s > LATE * expected_s > 0.0:
+            self._give_up(number, runs)
         self._go_on(number)
+
+    def _give_up(self, number: int, runs: deque[tuple[int, int]]) -> None:
+        rank = self._ranks[number]
+        given, step, last_s = [(task, task + size) for task, size in runs], rank.step, rank.last_s
+        runs.clear()
+        rank.idle, rank.last_s = True, 0.0
+        self._up(lambda: self._pool.begin(number, step, -1, last_s, self.now_s, 1, given))
 
     def _reduced(self) -> None:
         self.steps_s.append(self.now_s - self._began_s)
         self.passes.append(sum(rank.passes for rank in self._ranks))
         self._began_s, self._left = self.now_s, self._left - 1
         for rank in self._ranks:
-            rank.whole, rank.idle, rank.hurry, rank.passes = False, False, 1.0, 0
+            rank.whole, rank.idle, rank.passes = False, False, 0
             rank.step += 1
         if self._left:
             for number in range(self.n):

@@ -25,7 +25,7 @@ class MicrobatchOpen(Message):
         ahead: Micro-batches that its workers load ahead.
         digest: Of the order of the samples, equal on all ranks.
         done: Starts and stops of spans that were consumed before the epoch was interrupted.
-        most: Samples of a pass, at most; 0 for no limit but `batch`.
+        most: Samples of a pass, at most; 0 for `batch`.
     """
 
     kind: ClassVar[str] = "microbatch_open"
@@ -50,6 +50,7 @@ class MicrobatchBegin(Message):
         task: The first one's number in the step, -1 for none.
         compute_s: Time that the pass before it took this rank, 0 where there was none.
         tasks: How many.
+        given: Starts and stops of runs of tasks that it has not begun and gives back, because it has become slow.
     """
 
     kind: ClassVar[str] = "microbatch_begin"
@@ -59,6 +60,7 @@ class MicrobatchBegin(Message):
     task: int
     compute_s: float
     tasks: int = 1
+    given: list[int] = field(default_factory=list)
 
 
 @message_kind

@@ -87,11 +87,53 @@ def test_a_rank_that_has_begun_its_last_one_takes_over_the_tail_of_the_one_that_
     assert pool.begin(1, 0, 3, 0.0, 0.0) == []
     pool.begin(0, 0, 0, 0.0, 0.0)
     pool.begin(0, 0, 1, 1.0, 1.0)
-    actions = pool.begin(0, 0, 2, 1.0, 2.0)  # Rank 1 has computed its first for 2 s: it would end at 6 s, rank 0 at 4.
-    assert [(each.rank, each.kind, each.task) for each in actions] == [(1, Kind.RECALL, 5)]
-    granted = pool.returned(1, 0, 5, True, 2.0)
-    assert (granted[0].rank, granted[0].kind, granted[0].task) == (0, Kind.GRANT, 5)
+    assert pool.begin(0, 0, 2, 1.0, 2.0) == []  # Much may happen until it is ready for more.
+    assert pool.tick(2.9)[0] == []
+    actions, _ = pool.tick(2.999)  # Rank 1 has computed its first for 3 s: it would end at 9 s, rank 0 at 4.
+    assert [(each.rank, each.kind, each.task, each.tasks) for each in actions] == [(1, Kind.RECALL, 4, 2)]
+    granted = pool.returned(1, 0, 4, 1, 3.0)  # It has begun the first of the two meanwhile.
+    assert (granted[0].rank, granted[0].kind, granted[0].task, granted[0].tasks) == (0, Kind.GRANT, 5, 1)
     assert pool.queued(1, 0) == [4] and pool.queued(0, 0) == [5]
+
+
+def test_what_a_rank_gives_back_is_for_those_that_end_it_soonest() -> None:
+    pool = _pool(3, 4)
+    for rank in range(3):
+        pool.begin(rank, 0, 4 * rank, 0.0, 0.0)
+    for rank in (0, 1):
+        pool.begin(rank, 0, 4 * rank + 1, 1.0, 1.0, 3)
+    actions = pool.begin(2, 0, -1, 4.0, 4.0, given=[(9, 12)])  # Both others end at 4 s, this one would at 16.
+    taken, now_s = {0: 0, 1: 0}, 4.0
+    while actions:
+        now_s += 1.0
+        for each in actions:
+            assert each.kind is Kind.GRANT
+            taken[each.rank] += each.tasks
+            pool.begin(each.rank, 0, each.task, 1.0, now_s, each.tasks)
+        actions = [each for rank in (0, 1) for each in pool.begin(rank, 0, -1, 1.0, now_s + 1.0)]
+    assert sorted(taken.values()) == [1, 2] and pool.queued(2, 0) == []
+
+
+def test_tasks_that_a_rank_does_not_have_it_cannot_give_back() -> None:
+    pool = _pool()
+    pool.begin(1, 0, 3, 0.0, 0.0)
+    with pytest.raises(ValueError, match="gives back tasks"):
+        pool.begin(1, 0, -1, 1.0, 1.0, given=[(5, 6), (3, 4)])
+    assert pool.queued(1, 0) == [4, 5]
+
+
+def test_tasks_given_back_while_they_were_wanted_are_not_granted_twice() -> None:
+    pool = _pool()
+    pool.begin(1, 0, 3, 0.0, 0.0)
+    pool.begin(0, 0, 0, 0.0, 0.0)
+    pool.begin(0, 0, 1, 1.0, 1.0)
+    pool.begin(0, 0, 2, 1.0, 2.0)
+    assert [each.kind for each in pool.tick(2.999)[0]] == [Kind.RECALL]
+    granted = pool.begin(1, 0, -1, 3.0, 3.0, given=[(4, 6)])
+    assert [(each.rank, each.kind) for each in granted] == [(0, Kind.GRANT)]
+    late = pool.returned(1, 0, 4, 0, 3.0)  # The answer: nothing of it is left.
+    assert [each for each in late if each.kind is Kind.GRANT and each.task == granted[0].task] == []
+    assert sorted(pool.queued(0, 0) + pool.queued(1, 0)) == [4, 5]
 
 
 def test_nothing_is_taken_over_that_would_not_end_sooner() -> None:

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from benchmarks.lab.scenarios import make_scenario
-from scheduler.rules.microbatches import stolen_makespan
+from scheduler.rules.microbatches import moves, stolen_makespan
 from scheduler.rules.passes import PassTimes, earliest_end, pass_sizes, spread
+from scheduler.rules.step_layout import LONGEST
 from tests.support.steal_world import StealWorld
 
 FIXED_S, SAMPLE_S, BATCH, RANKS = 0.006, 0.00075, 32, 4
@@ -87,8 +88,8 @@ def test_tasks_end_as_early_as_they_can(seed: int) -> None:
     found_s = float(earliest_end(np.array(free_s), np.array(pace_s), tasks, fixed, cap, least))
     assert found_s == pytest.approx(best_s, rel=1e-5)
     after_s, counts = spread(free_s, pace_s, tasks, fixed, cap, least)
-    assert counts.sum() == tasks and counts.min() >= least
-    assert max(end_s(rank, int(count)) for rank, count in enumerate(counts)) == pytest.approx(best_s, rel=1e-5)
+    assert sum(counts) == tasks and min(counts) >= least
+    assert max(end_s(rank, count) for rank, count in enumerate(counts)) == pytest.approx(best_s, rel=1e-5)
     assert after_s == pytest.approx(best_s, rel=1e-5)
 
 
@@ -105,9 +106,9 @@ def _world(scenario: str, fixed_s: float, sample_s: float, epochs: int = 5) -> t
 @pytest.mark.parametrize(
     ("scenario", "fixed_s", "sample_s", "most", "passes"),
     [
-        ("rotating", FIXED_S, SAMPLE_S, 1.22, 8.5),
+        ("rotating", FIXED_S, SAMPLE_S, 1.21, 8.5),
         ("rotating", 0.0, 0.03 / BATCH, 1.08, 99.0),
-        ("one-slow", FIXED_S, SAMPLE_S, 1.18, 7.5),
+        ("one-slow", FIXED_S, SAMPLE_S, 1.05, 4.5),
         ("none", FIXED_S, SAMPLE_S, 1.05, 4.5),
     ],
 )
@@ -118,7 +119,7 @@ def test_steps_come_near_the_bound_though_every_pass_has_its_fixed_cost(
     world, bound_s = _world(scenario, fixed_s, sample_s)
     assert statistics.mean(world.steps_s[20:]) < most * bound_s
     assert statistics.mean(world.passes[20:]) < passes
-    assert world.most <= BATCH
+    assert world.most <= LONGEST * BATCH
 
 
 @pytest.mark.parametrize("scenario", ["rotating", "one-slow", "two-slow"])
@@ -129,11 +130,13 @@ def test_the_price_of_taking_over_is_what_steps_take(scenario: str) -> None:
     times_s = np.array([slow.rows[step % len(slow.rows)] for step in range(20, 50)])
     times_s = times_s * (parts * FIXED_S + SAMPLE_S * BATCH)
     fixed_part = parts * FIXED_S / (parts * FIXED_S + SAMPLE_S * BATCH)
-    priced_s = stolen_makespan(times_s, parts, grain=8, fixed_part=fixed_part).mean() + world.reduce_s
+    moving = moves(times_s)
+    assert moving == (scenario == "rotating")
+    priced_s = stolen_makespan(times_s, parts, grain=8, fixed_part=fixed_part, moving=moving).mean() + world.reduce_s
     assert priced_s == pytest.approx(statistics.mean(world.steps_s[20:]), rel=0.08)
 
 
-@pytest.mark.parametrize("limit, most", [(0, 32), (20, 20), (8, 8), (3, 8)])
+@pytest.mark.parametrize("limit, most", [(0, 2 * BATCH), (20, 20), (8, 8), (3, 8)])
 def test_no_pass_has_more_samples_than_fit_unless_a_micro_batch_of_the_users_has(limit: int, most: int) -> None:
     """All samples of an epoch are in passes, asserted by the world; a pass that may be long is, for its fixed cost."""
     world = StealWorld(
@@ -141,4 +144,4 @@ def test_no_pass_has_more_samples_than_fit_unless_a_micro_batch_of_the_users_has
     )
     for _ in range(3):
         world.epoch(10)
-    assert most - 4 < world.most <= most
+    assert min(most, 40) - 4 < world.most <= most
