@@ -355,7 +355,7 @@ class StepDriver:
                 whole=whole and not self.local.waiting,
                 out_of_common_steps=not follows and (active is not None or not reduced),
                 mid_step=self.mid_step(),
-                manual_step=-1 if engine.untold_manual is None else engine.untold_manual,
+                manual_step=-1 if engine.unreported_manual is None else engine.unreported_manual,
             )
 
     def refresh_state(self) -> None:
@@ -377,7 +377,7 @@ class StepDriver:
                 self._change_mode()  # The mode ended meanwhile, and with it went the state that was asked for.
 
     def accept_late(self, rank: int, version: int, body: bytearray) -> int:
-        """Take over a gradient of a rank outside the subgroup; returns the first version that will contain it.
+        """Take over a gradient of a rank outside the subgroup; returns the first step whose parameters will contain it.
 
         Called in the tensor server's thread.
         """

@@ -71,7 +71,7 @@ class Helper:
 
     @property
     def ended(self) -> bool:
-        """Whether it was told to end."""
+        """Whether it is to end, or has."""
         return self._stop.is_set()
 
     def drop(self) -> None:
