@@ -201,7 +201,7 @@ class ShardLoader:
             self._number, self._passes, self._next_stock = self._run.client.loader_number(), 0, None
             self._run.reference_samples = self._run.reference_samples or self._reference_samples
         if self._shares is not None:
-            self._run.check_shares(self.batch_size)
+            self._run.asked.check_shares(self.batch_size)
         epoch, order, done = self._next_order()
         # Other ranks may have taken steps without this one since the last epoch, between its backward passes.
         self._run.catch_up()
@@ -237,7 +237,7 @@ class ShardLoader:
 
     def _epoch_in_parts(self, order: EpochOrder, epoch: int, done: list[int]) -> Iterator[Any]:
         assert self._feeder is not None
-        self._run.check_microbatches()
+        self._run.asked.check_microbatches()
         size, parts, feeder = len(order), self._parts, self._feeder
         layout = StepLayout(
             size, self.batch_size, parts, self._run.world_size, drop_last=self._drop_last, done=_spans(done),

@@ -10,19 +10,15 @@ then slowest. Equal to brute force on random instances; 512 ranks take milliseco
 from __future__ import annotations
 
 import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Balance", "balance", "divide", "fit_linear", "worth_changing"]
+__all__ = ["Balance", "balance", "divide"]
 
 Array = npt.NDArray[np.float64]
-
-_GAIN = 0.05
-"""Predicted gain below which sizes stay: a new size costs the loader its prefetched batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,31 +137,3 @@ def _check(
             f"balance cannot divide {total} samples: the ranks take {int(low.sum())} to {int(high.sum())}; "
             "expected bounds around the total"
         )
-
-
-def fit_linear(sizes: Sequence[int], times_s: Sequence[float]) -> tuple[float, float]:
-    """(alpha, beta) of t(b) = alpha + beta b, by least squares with both at least 0.
-
-    With one size only, everything is counted as proportional: alpha is 0.
-
-    Raises:
-        ValueError: No pairs, or numbers that are none.
-    """
-    b, t = np.asarray(sizes, dtype=np.float64), np.asarray(times_s, dtype=np.float64)
-    if len(b) != len(t) or not len(b) or not ((b > 0.0).all() and np.isfinite(t).all() and (t > 0.0).all()):
-        raise ValueError(f"fit_linear got {len(b)} sizes and {len(t)} times; expected as many, all above 0")
-    proportional = float((t * b).sum() / (b * b).sum())
-    spread = float(((b - b.mean()) ** 2).sum())
-    if spread <= 0.0:
-        return 0.0, proportional
-    beta = float(((b - b.mean()) * (t - t.mean())).sum()) / spread
-    alpha = float(t.mean() - beta * b.mean())
-    if beta <= 0.0:
-        return float(t.mean()), 1e-12
-    return (alpha, beta) if alpha >= 0.0 else (0.0, proportional)
-
-
-def worth_changing(present_s: float, balanced_s: float, *, change_s: float = 0.0, steps: float = math.inf) -> bool:
-    """Whether new sizes gain more than 5 % of the step, and the change itself within `steps` steps."""
-    gain_s = present_s - balanced_s
-    return gain_s > _GAIN * present_s and gain_s * steps > change_s

@@ -25,6 +25,7 @@ __all__ = ["Agent"]
 
 logger = logging.getLogger("star_hvd")
 
+_BATCH_S = 0.1  # Longest time that a message which is not urgent waits for others.
 _DRAIN_S = 2.0  # Longest wait at the end for the coordinator to acknowledge the last messages.
 
 
@@ -36,7 +37,6 @@ class Agent:
         connect: Makes the DEALER; called in the agent's thread, which owns the socket.
         handler: Gets every message of the coordinator. It must not block.
         heartbeat_s: Interval of heartbeats.
-        batch_s: Longest time a message that is not urgent waits for others.
     """
 
     def __init__(
@@ -45,7 +45,6 @@ class Agent:
         connect: Callable[[], zmq.Socket[Any]],
         handler: Callable[[Message], None],
         heartbeat_s: float,
-        batch_s: float = 0.1,
     ) -> None:
         self.rank = rank
         self.malformed = 0
@@ -53,7 +52,6 @@ class Agent:
         self._connect = connect
         self._handler = handler
         self._heartbeat_s = heartbeat_s
-        self._batch_s = batch_s
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._wakeup = Wakeup()
         self._stop = threading.Event()
@@ -68,7 +66,7 @@ class Agent:
 
         Args:
             message: The message.
-            urgent: Whether to send it at once, rather than with the next urgent one or after `batch_s`: waking this
+            urgent: Whether to send it at once, rather than with the next urgent one or after `_BATCH_S`: waking this
                 thread in every step costs the training thread the interpreter lock, and the host a core.
         """
         self._outbox.put(message)
@@ -78,11 +76,7 @@ class Agent:
     def stop(self, deadline_s: float = 5.0) -> None:
         """Send what is queued, end the thread and wait for it."""
         self._stop.set()
-        self._wakeup.wake()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(deadline_s)
-        if not self._thread.is_alive():  # It may have missed the deadline, and polls it.
-            self._wakeup.close()
+        self._wakeup.end(self._thread, deadline_s)
 
     def _run(self) -> None:
         dealer = Dealer(self._connect(), CONTROL, copy=True)
@@ -107,7 +101,7 @@ class Agent:
                     next_beat_s = now_s + self._heartbeat_s
                 if now_s >= dealer.next_s:
                     dealer.tick()
-                wait_s = min(next_beat_s - now_s, self._batch_s, dealer.next_s - now_s)
+                wait_s = min(next_beat_s - now_s, _BATCH_S, dealer.next_s - now_s)
                 events = dict(poller.poll(max(1, round(1e3 * wait_s))))
                 if self._wakeup.fileno() in events:
                     self._wakeup.clear()

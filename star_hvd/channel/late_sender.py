@@ -137,11 +137,6 @@ class LateSender:
         return unsent
 
     @property
-    def closing(self) -> bool:
-        """Whether `close` was called."""
-        return self._closed
-
-    @property
     def ended(self) -> bool:
         """After `close`: whether the thread has let go of the link."""
         return not self._thread.is_alive()

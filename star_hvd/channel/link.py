@@ -123,13 +123,12 @@ class Dealer:
                 pass  # Messages are discarded at the end.
         return self.stream.broken is None
 
-    def close(self, linger_ms: int = 0, *, bye: bool = True) -> None:
-        """Close the socket, after a final acknowledgement and, with `bye`, a BYE to the peer."""
+    def close(self, linger_ms: int = 0) -> None:
+        """Close the socket, after a final acknowledgement and a BYE to the peer."""
         with contextlib.suppress(zmq.ZMQError):
-            if bye:
-                self.stream.acknowledge()
-                self.stream.bye()
-                self._flush()
+            self.stream.acknowledge()
+            self.stream.bye()
+            self._flush()
             self.socket.disable_monitor()
             self._monitor.close(linger=0)
             self.socket.close(linger=linger_ms)

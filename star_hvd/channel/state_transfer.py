@@ -202,11 +202,7 @@ class TensorServer:
     def stop(self, deadline_s: float = 5.0) -> None:
         """End the thread and wait for it."""
         self._stop.set()
-        self._wakeup.wake()
-        if self._thread.ident is not None:
-            self._thread.join(deadline_s)
-        if not self._thread.is_alive():  # It may have missed the deadline, and polls it.
-            self._wakeup.close()
+        self._wakeup.end(self._thread, deadline_s)
 
     def _run(self) -> None:
         poller = zmq.Poller()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 
 __all__ = ["Wakeup"]
 
@@ -11,7 +12,8 @@ __all__ = ["Wakeup"]
 class Wakeup:
     """A file descriptor to be polled beside sockets, readable after `wake` until `clear`.
 
-    `wake` may be called from any thread, before `close` and after it; all else belongs to the thread that polls.
+    `wake` may be called from any thread, before `close` and after it, `end` by what stops the thread that polls; all
+    else belongs to that thread.
     """
 
     def __init__(self) -> None:
@@ -32,6 +34,17 @@ class Wakeup:
         """Forget all calls of `wake`."""
         with contextlib.suppress(OSError):
             self._read.recv(4096)
+
+    def end(self, thread: threading.Thread, deadline_s: float) -> None:
+        """Wake the thread that polls, which was told to stop, wait for its end, and close.
+
+        Left open where the thread missed the deadline: it still polls the descriptor.
+        """
+        self.wake()
+        if thread.ident is not None and thread is not threading.current_thread():
+            thread.join(deadline_s)
+        if not thread.is_alive():
+            self.close()
 
     def close(self) -> None:
         """Give the descriptors back."""

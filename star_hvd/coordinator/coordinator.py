@@ -68,11 +68,7 @@ class Coordinator:
     def stop(self, deadline_s: float = 5.0) -> None:
         """End the thread and wait for it, at most `deadline_s` seconds."""
         self._stop.set()
-        self._wakeup.wake()
-        if self._thread.ident is not None:
-            self._thread.join(deadline_s)
-        if not self._thread.is_alive():  # It may have missed the deadline, and polls it.
-            self._wakeup.close()
+        self._wakeup.end(self._thread, deadline_s)
 
     @property
     def running(self) -> bool:

@@ -146,7 +146,7 @@ class LinkSurvey:
         return probes
 
     def _sender(self, rank: int, low: set[int]) -> int | None:
-        """A rank that has sent to this one, whose own probe in this sweep went to a rank that is not low."""
+        """The rank whose probe came to `rank`, where `rank` itself sent one to a link that is not low; else None."""
         if not any(one == rank and target not in low for one, target in self._pairs):
             return None
         return next((one for one, target in self._pairs if target == rank), None)

@@ -198,14 +198,13 @@ class Replica:
             ended: Steps that have ended on this rank.
         """
         self.computing = True
-        newest = self._shadow.step if self._shadow is not None else self.step
-        if self.state.in_common_steps and newest + len(self.queue) != ended:  # A step ended and was never applied.
-            self.resume()
+        if self.state.in_common_steps and self.newest_step + len(self.queue) != ended:
+            self.resume()  # A step ended and was never applied.
 
     @property
-    def shadow_step(self) -> int | None:
-        """The step of the shadow's parameters, None without a shadow."""
-        return None if self._shadow is None else self._shadow.step
+    def newest_step(self) -> int:
+        """The step of the newest parameters here: of the shadow's where there is one."""
+        return self.step if self._shadow is None else self._shadow.step
 
     def may_replay(self) -> bool:
         """Whether the helper has a step to replay."""
@@ -418,8 +417,7 @@ class Replica:
     def _copy(self, min_step: int, state_too: bool) -> Snapshot | None:
         with self.apply_lock:
             with self.lock:
-                shadow = self._shadow
-                step = self.step if shadow is None else shadow.step
+                shadow, step = self._shadow, self.newest_step
                 pending = self.state is ReplicaState.AVERAGE_PENDING and shadow is None
                 if not self.state.servable or pending or self.queue or step < min_step or self.partial:
                     return None

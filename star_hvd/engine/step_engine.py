@@ -1,7 +1,7 @@
 """The claim rule: every rank submits every bucket of every step exactly once, by its training thread or its helper.
 
 One `StepEngine` per optimizer and rank. All methods return at once; the training thread and the helper thread loop
-around them (`driver.py`), and a test drives them in any interleaving it likes.
+around them (`driver.py`, `helper.py`), and a test drives them in any interleaving it likes.
 
 State, all under one lock. `step` counts the steps applied to the live parameters, `next_step` is the first step
 this rank has not wholly submitted. They are equal while the training thread computes a gradient that can still be
@@ -13,8 +13,8 @@ fresh. The thread that claims the header, always the last tensor of a step, owns
 
 A gradient that lost its claim is kept and folded into the next submission of its bucket.
 
-Who has claimed what is in `claims.py`, what a step's buckets and header are on the way in `step_exchange.py`, when the
-header leaves in `header_timing.py`.
+`claims.py` has who has claimed what, `step_exchange.py` how buckets and header travel, `header_timing.py` when the
+header leaves.
 """
 
 from __future__ import annotations
@@ -421,7 +421,7 @@ class StepEngine:
             self._claims.begin(self.next_step, len(self.applier.buckets))
 
     @property
-    def untold_manual(self) -> int | None:
+    def unreported_manual(self) -> int | None:
         """The last step, where members worked on its mean although its header did not say so."""
         with self.lock:
             return self._manual.unreported

@@ -1,10 +1,9 @@
-"""Runs a `StepEngine`: the training thread's waits, the helper thread, timing, and falling back into step."""
+"""Runs a `StepEngine`: the training thread's waits, and the change of modes between two steps."""
 
 from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -18,15 +17,17 @@ from star_hvd.compression.pushes import unpack
 from star_hvd.config import Config
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.collective import wait_all
-from star_hvd.engine.device import GRADIENT, Fence
 from star_hvd.engine.meeting import Position
 from star_hvd.engine.records import Result
 from star_hvd.engine.state_source import StateSource
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError, RankLostError, StarError
 from star_hvd.modes.arriving import Gates
+from star_hvd.modes.helper import Helper
 from star_hvd.modes.local_sgd import LocalSteps
 from star_hvd.modes.mode_switcher import ModeSwitcher, Services, Steps
+from star_hvd.modes.own_work import OwnWork
+from star_hvd.modes.phase import Phase
 from star_hvd.modes.step_reporter import Send, StepReporter
 from star_hvd.modes.subgroup_child import ChildSteps
 from star_hvd.telemetry.step_timeline import StepTimeline
@@ -37,7 +38,6 @@ __all__ = ["StepDriver", "Send"]
 logger = logging.getLogger("star_hvd")
 
 _POLL_S = 0.0003
-_POLL_DROPPED_S = 0.02  # Only other ranks wait for a step of an optimizer that was dropped here.
 _MODES_BEHIND = 16  # Far more modes than a rank can be behind by: none begins before it has prepared for it.
 
 
@@ -115,19 +115,13 @@ class StepDriver:
         self.overlapped: Overlapped | None = None
         self.on_stop: list[Callable[[], None]] = []
         self._loss = self._arrived_s = math.nan
-        self._last_close_s = 0.0
-        self._typical_s = 0.0
-        self._stop = threading.Event()
+        self._phase = Phase(config.grace_fraction)
+        self._own_work = OwnWork(self.timer, self.reporter, config.step_deadline_s)
         self.equal_batches = ""
-        self.dropped = False  # The user has no reference to the optimizer any more.
-        self._carries_on = False  # The helper has taken over from the training thread for good.
-        self._said: tuple[int, bool, bool] | None = None  # What the coordinator knows of that.
-        self._thread = threading.Thread(target=self._help, name=f"star-helper-{number}", daemon=True)
+        self._helper = Helper(number, send, config.step_deadline_s, self._leave)
         self.engine: StepEngine
         self.switcher: ModeSwitcher
         self.local: LocalSteps
-        self._gradients: dict[torch.device, Fence] = {}  # Behind the latest gradient on each device.
-        self._computed_s = 0.0
 
     def start(self, engine: StepEngine, services: Services) -> None:
         """Take charge of an engine and start its helper."""
@@ -146,16 +140,11 @@ class StepDriver:
             deadline_s=self._config.control_deadline_s,
             push_deadline_s=self._config.step_deadline_s,
         )
-        self._thread.start()
+        self._helper.start(engine)
 
     def stop(self, deadline_s: float = 5.0) -> None:
         """End the helper and count gradients that never found a step as dropped."""
-        self._stop.set()
-        with self.engine.lock:
-            self.engine.lock.notify_all()
-            self.engine.helper_wake.notify_all()
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join(deadline_s)
+        self._helper.stop(self.engine, deadline_s)
         active = self.active_mode
         if active is not None and active is not self.local:
             # Connections are closed. `local` has none, and its averaging under way would be waited for: in vain, since
@@ -175,35 +164,29 @@ class StepDriver:
 
         The helper does the rest within its longest sleep, at once where the engine's lock happens to be free.
         """
-        self.dropped = True
-        if self.engine.lock.acquire(blocking=False):
-            try:
-                self.engine.helper_wake.notify_all()
-            finally:
-                self.engine.lock.release()
+        self._helper.drop()
+
+    @property
+    def dropped(self) -> bool:
+        """Whether the user has no reference to the optimizer any more."""
+        return self._helper.dropped
 
     @property
     def over(self) -> bool:
         """Whether all ranks have dropped the optimizer: nothing waits for its helper."""
-        return self.dropped and self._stop.is_set()
+        return self.dropped and self._helper.ended
 
     @property
     def failure(self) -> BaseException | None:
         """What stopped the engine, None where the program has no reference to it any more."""
         return None if self.dropped else self.engine.failure
 
-    def _carry_on_dropped(self) -> None:
-        """Contribute for the training thread from now on, and keep the coordinator informed of where this rank is."""
-        if not self._carries_on:
-            self.finish_step()  # The program may still have the parameters.
-            self._carries_on = True
-            self.engine.drop()
-            self.switcher.set_inactive(True)
-            self.switcher.confirm_inactive()
-        state = self.engine.under_way()
-        if state != self._said:
-            self._said = state
-            self._send(messages.OptimizerDropped(self.number, *state))
+    def _leave(self) -> None:
+        """The training thread makes no step of the optimizer again. Called in the helper's thread."""
+        self.finish_step()  # The program may still have the parameters.
+        self.engine.drop()
+        self.switcher.set_inactive(True)
+        self.switcher.confirm_inactive()
 
     # ---- training thread ------------------------------------------------------------------------------------
 
@@ -219,7 +202,7 @@ class StepDriver:
             self.timeline.ready(bucket.index)
         queued = self.engine.streams.queues(bucket.flat)
         if queued:
-            fence = self._gradients[bucket.flat.device] = self.engine.streams.give_one(GRADIENT, bucket.flat)
+            fence = self._own_work.gradient_queued(self.engine.streams, bucket.flat)
         active = self.active_mode
         if active is not None:
             active.give(bucket)
@@ -242,10 +225,10 @@ class StepDriver:
                 now_s = time.monotonic()
                 self.engine.interval_s, self._arrived_s = now_s - self._arrived_s, now_s
             self.reporter.begin_timing()
-            self._look_at_device()
+            self._own_work.look()
             if self.engine.arrive(manual=manual):
                 return True
-            self._look_at_device(wait=True)
+            self._own_work.look(wait=True)
             self.reporter.log_step(step, self._loss, 0.0, late=True)
             return False
 
@@ -253,17 +236,17 @@ class StepDriver:
         """Wait for the mean of the step that this rank's gradient is in."""
         with self.named_failures():
             self._await_own()
-            self._look_at_device(wait=True)
+            self._own_work.look(wait=True)
             if self.engine.streams.devices:
-                self.engine.wire.computed(time.monotonic() - self._computed_s)
+                self.engine.wire.computed(self._own_work.since_done_s)
             result = self.engine.finish_own()
-        self.reporter.wait_s = time.monotonic() - self._computed_s
+        self.reporter.wait_s = self._own_work.since_done_s
         self.reporter.log_step(result.step, self._loss, self.reporter.wait_s, late=False)
         return result
 
     def begin_overlapped(self) -> None:
         """Instead of `complete`: the program goes on, and the work of its next step begins."""
-        self._look_at_device(wait=True)
+        self._own_work.look(wait=True)
         self._start_clocks("overlap")
 
     def end_overlapped(self, step: int, wait_s: float) -> None:
@@ -300,29 +283,9 @@ class StepDriver:
                 )
             time.sleep(_POLL_S)
 
-    def _look_at_device(self, *, wait: bool = False) -> None:
-        """Stop the clock of this rank's own work once its devices are done.
-
-        Launching kernels takes a fraction of the time they run. In `sync` the step's reduction is under way meanwhile
-        and nothing waits for this; the arrival is then sent to the coordinator when its time is known.
-
-        Args:
-            wait: Until they are done.
-        """
-        if not self.reporter.timing:
-            return
-        for fence in self._gradients.values():
-            if wait:
-                fence.wait(self._config.step_deadline_s)
-            elif not fence.done():
-                return
-        self._gradients.clear()
-        times, self._computed_s = self.timer.stop(), time.monotonic()
-        self.reporter.end_timing(times)
-
     def _await_own(self) -> None:
         handles, buckets = self.engine.own_step().all_handles(), len(self.engine.applier.buckets)
-        what, look = f"the reduction of step {self.engine.step}", self._look_at_device if self.reporter.timing else None
+        what, look = f"the reduction of step {self.engine.step}", self._own_work.look if self.reporter.timing else None
         if not self.timeline.sampling:
             wait_all(self.engine.collective, handles, self._config.step_deadline_s, what, look)
             return
@@ -334,7 +297,7 @@ class StepDriver:
 
     def _look_while_sampling(self) -> None:
         self.timeline.look()
-        self._look_at_device()
+        self._own_work.look()
 
     def step_in_mode(self, *, skip: bool) -> Any:
         """A whole step in the active mode; see the steps' own classes."""
@@ -342,7 +305,7 @@ class StepDriver:
         assert active is not None
         with self.named_failures():
             self.reporter.begin_timing()
-            self._look_at_device(wait=True)
+            self._own_work.look(wait=True)
             loss = self.engine.loss  # An averaging takes it along.
             logged = self.reporter.steps_logged
             value = active.step(skip=skip)
@@ -392,7 +355,7 @@ class StepDriver:
                 whole=whole and not self.local.waiting,
                 out_of_common_steps=not follows and (active is not None or not reduced),
                 mid_step=self.mid_step(),
-                manual_step=-1 if engine.untold_manual is None else engine.untold_manual,
+                manual_step=-1 if engine.unreported_manual is None else engine.unreported_manual,
             )
 
     def refresh_state(self) -> None:
@@ -414,7 +377,7 @@ class StepDriver:
                 self._change_mode()  # The mode ended meanwhile, and with it went the state that was asked for.
 
     def accept_late(self, rank: int, version: int, body: bytearray) -> int:
-        """Take over a gradient of a rank outside the subgroup; returns the first version that will contain it.
+        """Take over a gradient of a rank outside the subgroup; returns the first step whose parameters will contain it.
 
         Called in the tensor server's thread.
         """
@@ -488,9 +451,9 @@ class StepDriver:
         """
         with self.named_failures():
             self._change_mode()
-            if was_late and self.active_mode is None and self._out_of_phase():
+            if was_late and self.active_mode is None and self._phase.is_out(self.reporter.times.compute_s):
                 ended = self.engine.next_step
-                self._wait_until(lambda: self.engine.next_step > ended, 1.5 * self._typical_s)
+                self._wait_until(lambda: self.engine.next_step > ended, 1.5 * self._phase.typical_s)
                 if not self.engine.needs_fetch:  # Else others apply it only when they like, maybe after this rank came.
                     self._change_mode()
         if was_late:
@@ -542,27 +505,14 @@ class StepDriver:
         with self.engine.lock:
             self.engine.lock.wait_for(lambda: done() or self.engine.failure is not None, limit_s)
 
-    def _out_of_phase(self) -> bool:
-        """Whether this rank computes as fast as the others but starts in the middle of their step.
-
-        Right after a step has closed it can go at once: the grace time covers the rest. Waiting costs this rank less
-        than one step, once; not waiting would cost it every step from now on.
-        """
-        if not self._typical_s or self.reporter.times.compute_s > 1.25 * self._typical_s:
-            return False
-        since_close_s = time.monotonic() - self._last_close_s
-        return self._config.grace_fraction * self._typical_s < since_close_s < self._typical_s
-
     # ---- agent thread ---------------------------------------------------------------------------------------
 
     def on_message(self, message: messages.Message) -> None:
         """A message of the coordinator about this optimizer."""
         if isinstance(message, messages.OptimizerOver):
-            self._stop.set()
-            with self.engine.lock:
-                self.engine.helper_wake.notify_all()
+            self._helper.end()
         elif isinstance(message, messages.CloseStep):
-            self._last_close_s, self._typical_s = time.monotonic(), message.typical_compute_s
+            self._phase.closed(message.typical_compute_s)
             self.engine.close(message.step)
         elif isinstance(message, messages.PlanMessage):
             self._offer(Plan.from_dict(message.plan))
@@ -605,41 +555,6 @@ class StepDriver:
             agreement.pin(agreement.pinned or reason)
             refused = prepared.plan_id if prepared else self.engine.plan.plan_id
             self._send(messages.ModeUnsupported(self.number, refused, reason, equal_batches))
-
-    # ---- helper thread --------------------------------------------------------------------------------------
-
-    def _help(self) -> None:
-        with self.engine.streams.own():
-            self._help_until_stopped()
-
-    def _help_until_stopped(self) -> None:
-        engine = self.engine
-        in_flight_since_s: float | None = None
-        while not self._stop.is_set():
-            try:
-                with engine.lock:
-                    engine.helper_wake.wait_for(self._has_work, timeout=1.0)
-                if self.dropped:
-                    self._carry_on_dropped()
-                if engine.failure is not None:
-                    continue
-                if engine.helper_tick():
-                    in_flight_since_s = None
-                    continue
-                if not engine.must_poll():
-                    continue
-                in_flight_since_s = in_flight_since_s or time.monotonic()
-                if time.monotonic() - in_flight_since_s > self._config.step_deadline_s:
-                    raise DeadlineError(
-                        f"step {engine.next_step - 1}, closed without this rank, did not end within "
-                        f"{self._config.step_deadline_s:g} s; see the log of rank 0 for the rank that is missing"
-                    )
-                time.sleep(_POLL_DROPPED_S if self.dropped else _POLL_S)
-            except BaseException as error:  # The training thread raises it: a helper has no caller.
-                engine.fail(error)
-
-    def _has_work(self) -> bool:
-        return self._stop.is_set() or (self.dropped and not self._carries_on) or self.engine.helper_has_work()
 
     # ---- inside ---------------------------------------------------------------------------------------------
 

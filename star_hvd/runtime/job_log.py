@@ -65,18 +65,19 @@ class JobLog:
         self._hosts = hosts
         self._coordinator = coordinator
         self._ranker = ranker
-        self._plans_told = 0
-        self._outcome_told = (-1, -1)  # Epoch and step of the last one.
+        self._plans_logged = 0
+        self._outcome_logged = (-1, -1)  # Plan and last step of the latest one.
         self._pace = _Pace()
         self._curves = set() if curves is None else curves
-        # Now, on the training thread: a schedule changes them soon, and runs of one job are known by the first ones.
+        # Read here, on the training thread: schedules change them with the first steps, and runs are found by what they
+        # began with.
         self._optimizer = self._optimizer_facts() if coordinator is not None and enabled() else {}
-        self._batch_told = self._model_told = False
+        self._batch_logged = self._model_logged = False
         self._stop = threading.Event()
         name = job if reporter.number == 0 else f"{job}-{reporter.number}"
         self._target = env.target()
-        told = {"target": self._target, "tags": env.tags()}
-        known = {**facts, **{name: value for name, value in told.items() if value}}
+        given = {"target": self._target, "tags": env.tags()}
+        known = {**facts, **{name: value for name, value in given.items() if value}}
         self._log = RunLog(
             run_directory(name), rank=reporter.engine.rank, world_size=len(hosts), job=known, enabled=enabled()
         )
@@ -155,11 +156,11 @@ class JobLog:
 
     def _tell_late_facts(self) -> None:
         """What is known only some time after the start: what the loader gives, which model was loaded."""
-        if not self._batch_told and self._reporter.batch:
-            self._batch_told = True
+        if not self._batch_logged and self._reporter.batch:
+            self._batch_logged = True
             self._log.facts({"batch": self._reporter.batch})
-        if not self._model_told and self._ranker is not None and self._ranker.facts is not None:
-            self._model_told = True
+        if not self._model_logged and self._ranker is not None and self._ranker.facts is not None:
+            self._model_logged = True
             self._log.facts({"model": self._ranker.facts})
 
     def _look(self) -> None:
@@ -169,15 +170,15 @@ class JobLog:
             engine = job.optimizers.get(self._reporter.number)
             if engine is None:
                 return
-            plans, values = engine.plans[self._plans_told :], self._values(engine)
+            plans, values = engine.plans[self._plans_logged :], self._values(engine)
             predictions_by_plan = [engine.predictions_by_plan.pop(plan.plan_id, {}) for _, plan in plans]
-            outcomes = [one for one in engine.outcomes if (one.plan_id, one.step) > self._outcome_told]
+            outcomes = [one for one in engine.outcomes if (one.plan_id, one.step) > self._outcome_logged]
         for (step, plan), predictions in zip(plans, predictions_by_plan, strict=True):
             self._log.plan(step, plan, predictions)
-            self._plans_told += 1
+            self._plans_logged += 1
         for outcome in outcomes:
             self._log.outcome(outcome)
-            self._outcome_told = (outcome.plan_id, outcome.step)
+            self._outcome_logged = (outcome.plan_id, outcome.step)
         self._log.window(values)
 
     def _values(self, engine: OptimizerState) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import logging
 import os
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -116,8 +115,8 @@ class SetKeeper:
     """Adds and removes process sets in a thread of its own, in the order of the requests.
 
     If a rank is late: an add or removal waits in this thread until every rank's keeper has come to it; the training
-    thread of a slow rank is not needed. Horovod offers no way to give up on one; `waiting_s` tells how long it has
-    taken so far, and Horovod's own shutdown ends it.
+    thread of a slow rank is not needed. Horovod offers no way to give up on one; its own
+    shutdown ends it.
 
     Args:
         world_size: Number of ranks.
@@ -132,7 +131,6 @@ class SetKeeper:
         self._orders: queue.SimpleQueue[tuple[str, Ranks] | None] = queue.SimpleQueue()
         self._sets: dict[Ranks, ProcessSet] = {}
         self._foreign: set[Ranks] = set()
-        self._began_s: float | None = None
         self._keeps_all = bool(mpi_ops.nccl_built()) and patches.NCCL_REMOVAL not in patches.horovod_patches()
         self._thread = supervised(self._run, "star-sets")
 
@@ -183,25 +181,16 @@ class SetKeeper:
         """The ranks of all sets there are, the world's left out."""
         return frozenset(self._sets)
 
-    @property
-    def waiting_s(self) -> float:
-        """How long the present add or removal has taken so far, 0 without one."""
-        began_s = self._began_s
-        return 0.0 if began_s is None else time.monotonic() - began_s
-
     # ---- the keeper's thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
             what, ranks = order
-            self._began_s = time.monotonic()
             if what == "add":
                 reason = self._add(ranks)
-                self._began_s = None
                 self._tell(tuple(sorted(ranks)), reason)
             else:
                 self._remove(tuple(sorted(ranks)))
-                self._began_s = None
 
     def _tell(self, ranks: Ranks, reason: str | None) -> None:
         try:

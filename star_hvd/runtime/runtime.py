@@ -52,18 +52,18 @@ from star_hvd.channel.messages.switch import (
 from star_hvd.channel.state_transfer import OtherRanks, TensorServer
 from star_hvd.config import Config
 from star_hvd.coordinator.coordinator import Coordinator
-from star_hvd.engine.meeting import Position, gather_positions, settled, unsettled_text
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.errors import ChannelError, DeadlineError, StarError
+from star_hvd.errors import ChannelError, StarError
 from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.modes.driver import StepDriver
 from star_hvd.run_log import new_run_name
 from star_hvd.runtime import program_end
+from star_hvd.runtime.asked_plans import AskedPlans
 from star_hvd.runtime.coordinator_client import CoordinatorClient
-from star_hvd.runtime.inactivity import Inactivity
 from star_hvd.runtime.job_log import JobLog, check_curves
 from star_hvd.runtime.machine_notes import MachineNotes
+from star_hvd.runtime.meetings import Meetings
 from star_hvd.runtime.memory_limits import MemoryLimits
 from star_hvd.runtime.mode_services import ModeServices
 from star_hvd.runtime.model_loader import ModelLoader
@@ -72,8 +72,6 @@ from star_hvd.telemetry.resources import gpu_identity
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 
 logger = logging.getLogger("star_hvd")
-
-_MEETING_POLL_S = 0.002
 
 _FOR_A_DRIVER = (
     messages.CloseStep, messages.PlanMessage, messages.Abandon, messages.OptimizerOver, Commit, PlanActive
@@ -145,7 +143,7 @@ class Runtime:
         self.keyring = Keyring()
         self.coordinator: Coordinator | None = None
         self.drivers: dict[int, StepDriver] = {}
-        self._asked: dict[int, Plan] = {}  # By optimizer, what the user asked for.
+        self.asked = AskedPlans(self.world_size, self.config.max_batch)
         self.batch_weights: list[float] = []
         self.in_hand: MicrobatchInHand | None = None  # What optimizers accumulate the gradient of at present.
         self.memory = MemoryLimits(self.config.max_batch)
@@ -166,9 +164,8 @@ class Runtime:
         self._curves: set[str] = set()
         self.user_calls: collections.Counter[str] = collections.Counter()
         self.reference_samples = float(config.reference_samples)
-        self._inactivity = Inactivity(self.drivers, lambda message: self.agent.send(message))
+        self._meetings = Meetings(self.drivers, lambda message: self.agent.send(message), self.raise_failure)
         self._had_dropped = self._had_mixed = False
-        self._training_thread = threading.get_ident()
         self._sources: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
         self._bye = threading.Event()
         self._lost: list[int] = []
@@ -250,7 +247,7 @@ class Runtime:
             gc.collect()  # The parts of an optimizer that was closed refer to each other, and hold its buffers.
         self.drivers[driver.number] = driver
         if plan is not None:
-            self._asked[driver.number] = plan
+            self.asked.add(driver.number, plan)
         driver.start(engine, self.services)
         if self._ranker is not None and plan is None:
             first = engine.step
@@ -282,7 +279,7 @@ class Runtime:
     def _end(self, driver: StepDriver) -> None:
         """Let go of an optimizer for which no rank waits any more."""
         self.drivers.pop(driver.number, None)
-        self._asked.pop(driver.number, None)
+        self.asked.forget(driver.number)
         self._had_dropped |= driver.dropped
         self._had_mixed |= driver.engine.agreement.mixed
         driver.stop()
@@ -309,14 +306,8 @@ class Runtime:
             reason: For the log.
             out_of_data: There is nothing to train on for now. False inside a collective of the user's.
         """
-        self.finish_steps()
-        began_s = time.monotonic()
-        try:
-            with self._inactivity.during(reason, out_of_data=out_of_data):
-                yield
-        finally:
-            for driver in self.drivers.values():
-                driver.timer.add_outside(time.monotonic() - began_s)
+        with self._meetings.inactive(reason, out_of_data=out_of_data):
+            yield
 
     @contextlib.contextmanager
     def meeting(self, reason: str, *, out_of_data: bool = False) -> Iterator[None]:
@@ -328,47 +319,8 @@ class Runtime:
         Raises:
             DeadlineError: Not all ranks came, or they did not get to one step, within `step_deadline_s`.
         """
-        with self.inactive(reason, out_of_data=out_of_data):
-            if not self._inactivity.nested and threading.get_ident() == self._training_thread:
-                self._meet(reason, self.config.step_deadline_s, out_of_data=out_of_data)
+        with self._meetings.meeting(reason, self.config.step_deadline_s, out_of_data=out_of_data):
             yield
-
-    def _meet(self, reason: str, deadline_s: float, *, out_of_data: bool) -> None:
-        limit_s, asked = time.monotonic() + deadline_s, False
-        while True:
-            # One that was dropped has no reference left, and its helper may have ended on some ranks already.
-            own = [driver.position() for driver in list(self.drivers.values()) if not driver.dropped]
-            found = gather_positions(own, self.raise_failure, deadline_s, reason)
-            if settled(found, asked=asked):
-                return
-            for position in found:
-                if position.manual_step >= 0 and position.optimizer in self.drivers:
-                    self.drivers[position.optimizer].engine.note_manual(position.manual_step)
-            if time.monotonic() > limit_s:
-                raise DeadlineError(
-                    f"ranks did not get to one step within {deadline_s:g} s at {reason}: {unsettled_text(found)}"
-                )
-            if asked:
-                time.sleep(_MEETING_POLL_S)  # Something is on its way: a step that ends, or the message that it has.
-            self._catch_up_together(own, reason, out_of_data=out_of_data)
-            asked = True
-
-    def _catch_up_together(self, own: list[Position], reason: str, *, out_of_data: bool) -> None:
-        """Present, as long as nothing forbids it: an averaging of local steps, for one, is made of those present."""
-        stays_inactive = any(position.mid_step for position in own)
-        if not stays_inactive:
-            self._inactivity.leave(reason)
-        try:
-            for position in own:
-                driver = self.drivers.get(position.optimizer)
-                if driver is not None and not position.mid_step:
-                    behind = not position.out_of_common_steps and position.step < position.next_step
-                    driver.catch_up()
-                    if behind and driver.active_mode is None:
-                        driver.engine.note_joined()
-        finally:
-            if not stays_inactive:
-                self._inactivity.enter(reason, out_of_data=out_of_data)
 
     # ---- looking after the job -----------------------------------------------------------------------------------
 
@@ -396,19 +348,6 @@ class Runtime:
         else:
             self._weighed = count / (self.reference_samples or 1.0)
 
-    def check_microbatches(self) -> None:
-        """Whether the mode that the user asked for is possible with micro-batches.
-
-        Raises:
-            ValueError: It is not.
-        """
-        for plan in self._asked.values():
-            if plan.mode != "sync" or plan.uneven:
-                raise ValueError(
-                    f"mode is {plan.label} with microbatches; expected 'sync', 'sync(steal)' or 'auto', which chooses "
-                    "between these two: leave microbatches out of hvd.shard for other modes"
-                )
-
     def steps_made(self) -> int:
         """Steps the parameters here have had, of the first optimizer; -1 where ranks do not count them alike."""
         for driver in list(self.drivers.values()):
@@ -428,27 +367,6 @@ class Runtime:
         """
         for driver in list(self.drivers.values()):
             driver.engine.streams.await_host(self.config.step_deadline_s)
-
-    def check_shares(self, batch: int) -> None:
-        """Whether the batch shares that the user asked for fit a loader's batches.
-
-        Raises:
-            ValueError: They make another global batch, or none are within the user's limit.
-        """
-        for plan in self._asked.values():
-            total = self.world_size * batch
-            if plan.balanced and 0 < self.config.max_batch < batch:
-                raise ValueError(
-                    f"Config.max_batch is {self.config.max_batch}, and {self.world_size} ranks with batch_size {batch} "
-                    f"make {total} samples in a step, which no batch shares divide within it; raise it, or give "
-                    "hvd.shard a smaller batch_size"
-                )
-            if plan.batch_shares and not plan.balanced and sum(plan.batch_shares) != total:
-                raise ValueError(
-                    f"batch shares {plan.batch_shares} sum to {sum(plan.batch_shares)}, and {self.world_size} ranks "
-                    f"with batch_size {batch} make {total} samples in a step; give shares that sum to {total}, or "
-                    "another batch_size to hvd.shard"
-                )
 
     def batch_delivered(self, loader: int, index: int) -> bool:
         """A batch of a loader is given to the training loop. Whether it is the first one since batches differ."""
@@ -567,7 +485,7 @@ class Runtime:
             self._folder.close()
 
     def _drain(self) -> None:
-        self._inactivity.enter("finished", out_of_data=True)
+        self._meetings.finished()
         self.agent.send(messages.Finished(self.rank))
         limit_s = time.monotonic() + self.config.shutdown_deadline_s
         while not self._bye.wait(0.2):
@@ -587,7 +505,7 @@ class Runtime:
             return
         # Parameters read after `shutdown` are those of the last step, the same on every rank.
         try:
-            self._meet("shutdown", self.config.control_deadline_s, out_of_data=True)
+            self._meetings.meet("shutdown", self.config.control_deadline_s, out_of_data=True)
         except Exception as error:  # Whatever stopped an engine, the threads and sockets still have to end.
             logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
 

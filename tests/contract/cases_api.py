@@ -15,6 +15,7 @@ from tests.contract.harness import (
     case,
     differentiate,
     logged,
+    make_steps,
     mlp,
     raises,
     train,
@@ -273,10 +274,7 @@ def required_arguments_of_the_users_class(ctx: Context) -> None:
     model = mlp()
     optimizer = ctx.star.wrap(NeedsArguments(model.parameters(), 0.1), model.named_parameters())
     assert isinstance(optimizer, NeedsArguments) and optimizer.extra == {"required": 0.1}
-    for step in range(5):
-        optimizer.zero_grad()
-        differentiate(model, step)
-        optimizer.step()
+    make_steps(model, optimizer, 5)
     expected = train(ctx.star, Plain.simple)
     for name, param in model.named_parameters():
         torch.testing.assert_close(param, expected[name], rtol=1e-6, atol=1e-6)
@@ -303,10 +301,7 @@ def subclass_of_the_returned_class(ctx: Context) -> None:
             super().load_state_dict(*args)
 
     optimizer.__class__ = Counting
-    for step in range(5):
-        optimizer.zero_grad()
-        differentiate(model, step)
-        optimizer.step()
+    make_steps(model, optimizer, 5)
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.steps == 5
     expected = train(ctx.star, Plain.sgd)
@@ -326,10 +321,7 @@ def what_needs_lockstep_says_so_once(ctx: Context) -> None:
     for options in ({"groups": 2}, {"gradient_predivide_factor": 2.0}, {"process_set": ctx.subset}):
         with logged() as log:
             model, optimizer = wrapped(ctx.relaxed(), **options)
-            for step in range(3):
-                optimizer.zero_grad()
-                differentiate(model, step)
-                optimizer.step()
+            make_steps(model, optimizer, 3)
         lines = [line for line in log.getvalue().splitlines() if "lockstep" in line]
         assert len(lines) == 1, log.getvalue()
         assert optimizer.mode == "sync"

@@ -15,6 +15,7 @@ from tests.contract.harness import (
     batch,
     case,
     differentiate,
+    make_steps,
     mlp,
     raises,
     values_of,
@@ -72,10 +73,7 @@ def frozen_parameters(ctx: Context) -> None:
         model = mlp()
         model[0].weight.requires_grad_(False)
         optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters())
-        for step in range(4):
-            optimizer.zero_grad()
-            differentiate(model, step)
-            optimizer.step()
+        make_steps(model, optimizer, 4)
         assert torch.equal(model[0].weight, mlp()[0].weight)
         return values_of(model, optimizer)
 
@@ -89,10 +87,7 @@ def a_parameter_used_twice(ctx: Context) -> None:
         shared = torch.nn.Linear(6, 6)
         model = torch.nn.Sequential(shared, torch.nn.Tanh(), shared, torch.nn.Linear(6, 3))
         optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters())
-        for step in range(4):
-            optimizer.zero_grad()
-            differentiate(model, step)
-            optimizer.step()
+        make_steps(model, optimizer, 4)
         return values_of(model, optimizer)
 
     ctx.compare(run)

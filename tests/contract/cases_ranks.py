@@ -19,6 +19,7 @@ from tests.contract.harness import (
     case,
     differentiate,
     logged,
+    make_steps,
     mlp,
     raises,
     reference,
@@ -62,10 +63,7 @@ def parameters_in_another_order_on_one_rank(ctx: Context) -> None:
         if ctx.rank == 1:
             named.reverse()
         optimizer = api.wrap(Plain.sgd([param for _, param in named]), named)
-        for step in range(4):
-            optimizer.zero_grad()
-            differentiate(model, step)
-            optimizer.step()
+        make_steps(model, optimizer, 4)
         return values_of(model)
 
     ctx.compare(run)

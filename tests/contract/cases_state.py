@@ -21,6 +21,7 @@ from tests.contract.harness import (
     batch,
     case,
     differentiate,
+    make_steps,
     mean_gradients,
     mlp,
     params_of,
@@ -31,13 +32,6 @@ from tests.contract.harness import (
 
 def _adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.05, weight_decay=1.0)
-
-
-def _steps(model: torch.nn.Module, optimizer: Any, first: int, last: int) -> None:
-    for step in range(first, last):
-        optimizer.zero_grad()
-        differentiate(model, step)
-        optimizer.step()
 
 
 # ---- kept on wrapping -----------------------------------------------------------------------------------------
@@ -99,7 +93,7 @@ def broadcasting_fresh_state_leaves_weights_alone(ctx: Context) -> None:
         assert all(param.grad is not None and not param.grad.any() for param in model.parameters())
         assert not getattr(optimizer, "_handles", None)
         if wrapped:
-            _steps(model, optimizer, 0, 3)
+            make_steps(model, optimizer, 3)
             assert all_equal(params_of(model))
 
 
@@ -122,7 +116,7 @@ def training_after_a_broadcast(ctx: Context) -> None:
             optimizer = api.wrap(make(model.parameters()), model.named_parameters())
             api.module.broadcast_parameters(model.state_dict(), root_rank=0)
             api.module.broadcast_optimizer_state(optimizer, root_rank=0)
-            _steps(model, optimizer, 0, 4)
+            make_steps(model, optimizer, 4)
             values.update({f"{name}.{key}": value for key, value in values_of(model, optimizer).items()})
         assert all_equal(values)
         return values
@@ -171,7 +165,7 @@ def a_checkpoint_restored_on_rank_0_only(ctx: Context) -> None:
             ctx.star.module.broadcast_parameters(model.state_dict(), root_rank=0)
             assert optimizer.param_groups[0]["lr"] == 0.025
             assert optimizer.state[model[0].weight], "no state arrived"
-            _steps(model, optimizer, 3, 6)
+            make_steps(model, optimizer, 6, first=3)
             assert all_equal(values_of(model, optimizer))
 
 
@@ -182,10 +176,10 @@ def elastic_state_syncs_from_rank_0(ctx: Context) -> None:
     state = star_hvd.elastic.TorchState(model=model, optimizer=optimizer, plan_id=ctx.rank)
     state.sync()
     assert state.plan_id == 0
-    _steps(model, optimizer, 0, 2)
+    make_steps(model, optimizer, 2)
     state.save()
     saved = values_of(model, optimizer)
-    _steps(model, optimizer, 2, 4)
+    make_steps(model, optimizer, 4, first=2)
     state.restore()
     restored = values_of(model, optimizer)
     assert_same(
@@ -193,7 +187,7 @@ def elastic_state_syncs_from_rank_0(ctx: Context) -> None:
         {name: v for name, v in saved.items() if not name.endswith("grad")},
         exact=True,
     )
-    _steps(model, optimizer, 2, 3)
+    make_steps(model, optimizer, 3, first=2)
     assert all_equal(values_of(model, optimizer))
 
 
@@ -210,14 +204,14 @@ def state_dict_survives_every_way_of_saving(ctx: Context) -> None:
     for way in ways:
         model, other = mlp(), mlp(seed=1)
         optimizer = ctx.star.wrap(Plain.sgd(model.parameters()), model.named_parameters())
-        _steps(model, optimizer, 0, 2)
+        make_steps(model, optimizer, 2)
         assert optimizer.state_dict().keys() == {"state", "param_groups"}
         loaded = ctx.star.wrap(torch.optim.SGD(other.parameters(), lr=7.0), other.named_parameters())
         loaded.load_state_dict(way(optimizer.state_dict()))
         other.load_state_dict(way(model.state_dict()))
         assert loaded.param_groups[0]["lr"] == 0.1
-        _steps(model, optimizer, 2, 4)
-        _steps(other, loaded, 2, 4)
+        make_steps(model, optimizer, 4, first=2)
+        make_steps(other, loaded, 4, first=2)
         assert_same(values_of(other, loaded), values_of(model, optimizer), exact=ctx.size == 2)
 
 
@@ -234,14 +228,14 @@ def state_dict_is_that_of_the_plain_optimizer(ctx: Context) -> None:
     model, alone = mlp(), mlp()
     optimizer = ctx.star.wrap(Plain.sgd(model.parameters()), model.named_parameters())
     plain = Plain.sgd(alone.parameters())
-    _steps(model, optimizer, 0, 2)
+    make_steps(model, optimizer, 2)
     plain.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # torch shares tensors with what it loads.
     alone.load_state_dict(model.state_dict())
     apply_reference(alone, plain, 2, ctx.size)
-    _steps(model, optimizer, 2, 3)
+    make_steps(model, optimizer, 3, first=2)
     assert_same(values_of(alone, plain), values_of(model, optimizer), exact=ctx.size == 2)
     optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
-    _steps(model, optimizer, 3, 4)
+    make_steps(model, optimizer, 4, first=3)
 
 
 # ---- extended, wrapped again ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tests.contract.harness import (
     case,
     differentiate,
     loss_of,
+    make_steps,
     mean_gradients,
     mlp,
     reference,
@@ -112,10 +113,7 @@ def _count_hooks(api: Api, **options: Any) -> tuple[int, int]:
     optimizer = api.wrap(plain, model.named_parameters(), **options)
     optimizer.register_step_pre_hook(count("pre"))
     optimizer.register_step_post_hook(count("post"))
-    for step in range(4):
-        optimizer.zero_grad()
-        differentiate(model, step)
-        optimizer.step()
+    make_steps(model, optimizer, 4)
     return counts["pre"], counts["post"]
 
 

@@ -15,6 +15,7 @@ from tests.contract.harness import (
     case,
     differentiate,
     loss_of,
+    make_steps,
     mlp,
     reference,
     train,
@@ -57,10 +58,7 @@ def several_groups_of_parameters(ctx: Context) -> None:
         model = mlp()
         parts = [{"params": model[0].parameters(), "lr": 0.2}, {"params": model[2].parameters(), "momentum": 0.5}]
         optimizer = api.wrap(torch.optim.SGD(parts, lr=0.1), model.named_parameters())
-        for step in range(4):
-            optimizer.zero_grad()
-            differentiate(model, step)
-            optimizer.step()
+        make_steps(model, optimizer, 4)
         return values_of(model, optimizer)
 
     ctx.compare(run)
@@ -130,10 +128,7 @@ def groups_by_list(ctx: Context) -> None:
         own = dict(model.named_parameters())
         groups = [[own["0.weight"], own["2.bias"]], [own["2.weight"]]]  # 0.bias is in none.
         optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters(), groups=groups)
-        for step in range(4):
-            optimizer.zero_grad()
-            differentiate(model, step)
-            optimizer.step()
+        make_steps(model, optimizer, 4)
         return values_of(model, optimizer)
 
     ctx.compare(run)

@@ -31,6 +31,7 @@ __all__ = [
     "case",
     "differentiate",
     "logged",
+    "make_steps",
     "mean_gradients",
     "mlp",
     "params_of",
@@ -136,6 +137,14 @@ def differentiate(model: torch.nn.Module, step: int, rank: int | None = None) ->
     loss = loss_of(model, int(horovod.rank()) if rank is None else rank, step)
     loss.backward()
     return loss
+
+
+def make_steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, last: int, *, first: int = 0) -> None:
+    """Steps `first` to `last`, `last` left out."""
+    for step in range(first, last):
+        optimizer.zero_grad()
+        differentiate(model, step)
+        optimizer.step()
 
 
 def train(

@@ -6,7 +6,6 @@ Outcomes are written after every case, so that a case that hangs or ends the job
 from __future__ import annotations
 
 import faulthandler
-import functools
 import gc
 import os
 import sys
@@ -15,7 +14,6 @@ import traceback
 from typing import Any
 
 import torch
-from horovod.torch import mpi_ops, optimizer
 
 import star_hvd
 from star_hvd.runtime import runtime
@@ -31,6 +29,7 @@ from tests.contract import (
 )
 from tests.contract.harness import CASES, Api, Context
 from tests.support.launch import write_result
+from tests.support.patient import wait_without_spinning
 
 import horovod.torch as horovod  # isort: skip
 
@@ -70,22 +69,9 @@ def _run_case(case_id: str, subset: Any) -> str:
     return ""
 
 
-def _wait_without_spinning() -> None:
-    """Horovod's own wait keeps a core busy: with more ranks than cores that takes most of the job's time."""
-    spinning = mpi_ops.synchronize
-
-    @functools.wraps(spinning)
-    def patient(handle: Any) -> Any:
-        while handle in mpi_ops._handle_map and not mpi_ops.poll(handle):
-            time.sleep(0.0003)
-        return spinning(handle)
-
-    mpi_ops.synchronize = optimizer.synchronize = horovod.synchronize = patient
-
-
 def main(wanted: list[str]) -> None:
     torch.set_num_threads(1)
-    _wait_without_spinning()
+    wait_without_spinning()
     faulthandler.enable()
     gc.collect()
     gc.freeze()  # Every new optimizer collects; what was imported before takes longer than the case.

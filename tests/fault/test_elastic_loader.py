@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.fault.elastic_loader_job import COMMITS_AT, SAMPLES
-from tests.support.elastic import ELASTIC_LIMIT_S, run_elastic
-from tests.support.launch import JobResult
+from tests.support.elastic import ELASTIC_LIMIT_S, run_elastic, two_survive
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(ELASTIC_LIMIT_S)]
 
 
 def test_the_epoch_goes_on_behind_the_last_commit(tmp_path: Path) -> None:
     notes = tmp_path / "notes"
-    notes.mkdir()
-
-    def recovered(job: JobResult) -> bool:
-        done = sum(map(bool, job.results)) == 2
-        if not done:
-            shutil.rmtree(notes)
-            notes.mkdir()
-        return done
-
-    job = run_elastic("tests.fault.elastic_loader_job", str(notes), folder=tmp_path, recovered=recovered)
+    job = run_elastic("tests.fault.elastic_loader_job", str(notes), folder=tmp_path, recovered=two_survive(notes))
     assert sum(map(bool, job.results)) == 2, job.tail
     seen: dict[str, list[int]] = {"0": [], "1": []}
     before = 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 
 from tests.fault.microbatch_job import COMMITS_AT, EPOCHS, SAMPLES, sgd
 from tests.multiproc.shares_job import CLIP, _data, _net, _vector
-from tests.support.elastic import ELASTIC_LIMIT_S, run_elastic
-from tests.support.launch import JobResult, run_job
+from tests.support.elastic import ELASTIC_LIMIT_S, run_elastic, two_survive
+from tests.support.launch import run_job
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(ELASTIC_LIMIT_S)]
 
@@ -52,16 +51,7 @@ def _check(folder: Path, results: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("what", ["killed", "killed_after_commit_inside"])
 def test_the_epoch_goes_on_behind_the_last_commit_after_a_kill_inside_a_step(what: str, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
-    notes.mkdir()
-
-    def recovered(job: JobResult) -> bool:
-        done = sum(map(bool, job.results)) == 2
-        if not done:
-            shutil.rmtree(notes)
-            notes.mkdir()
-        return done
-
-    job = run_elastic("tests.fault.microbatch_job", what, str(notes), folder=tmp_path, recovered=recovered)
+    job = run_elastic("tests.fault.microbatch_job", what, str(notes), folder=tmp_path, recovered=two_survive(notes))
     survivors = [result for result in job.results if result]
     assert len(survivors) == 2 and {result["size"] for result in survivors} == {2}, job.tail
     _check(notes, survivors)

@@ -12,8 +12,8 @@ import torch
 import star_hvd as hvd
 from star_hvd.ps.common.forking import SERVER_NAME
 from star_hvd.runtime import runtime
-from tests.multiproc.scenarios import _wait_without_spinning
 from tests.support.launch import write_result
+from tests.support.patient import wait_without_spinning
 from tests.support.signals import PATIENCE_S
 
 OPTIMIZERS = 4
@@ -52,7 +52,7 @@ def open_files() -> dict[str, int]:
 
 def main(mode: str) -> None:
     torch.set_num_threads(1)
-    _wait_without_spinning()
+    wait_without_spinning()
     hvd.init()
     facts: list[dict[str, Any]] = []
     for _ in range(OPTIMIZERS):

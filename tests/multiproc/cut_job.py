@@ -15,8 +15,9 @@ import zmq
 
 import star_hvd as hvd
 from tests.multiproc.modes import CONFIG, deadline, finish, within
-from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, model
+from tests.multiproc.scenarios import Facts, batch, compute, model
 from tests.support.launch import write_result
+from tests.support.patient import wait_without_spinning
 from tests.support.proxy import Proxy
 
 SAMPLES, EPOCHS, BATCH = 240, 3, 4
@@ -119,7 +120,7 @@ def train(mode: str, net_of_cuts: Net) -> Facts:
 
 def main(wanted: list[str]) -> None:
     torch.set_num_threads(1)
-    _wait_without_spinning()
+    wait_without_spinning()
     hvd.init()
     facts: dict[str, Facts] = {}
     net = Net(int(hvd.rank()))

@@ -12,7 +12,7 @@ import torch
 
 import star_hvd as hvd
 from tests.multiproc import shares_job
-from tests.multiproc.shares_job import BATCH, CLIP, SAMPLES, _adamw, _data, _reference, _vector
+from tests.multiproc.shares_job import BATCH, CLIP, _adamw, _data, _facts, _reference, _vector
 from tests.support.launch import write_result
 
 SHORT = 1  # The rank whose memory is short.
@@ -76,21 +76,9 @@ def _compared(mode: str, epochs: int, fits: Callable[[str, int], bool], **option
     shares_job.CLIP = math.inf if clip is None else clip
     expected = _reference(whole)
     vectors = hvd.allgather(_vector(net)[None], name="vectors")
-    return {
+    return _facts(optimizer, behind, expected, whole) | {
         "parts": [[[len(part) for part in step] for step in epoch] for epoch in everything[SHORT]],
-        "sizes": [
-            [[len(batch) for batch in step] for step in zip(*(rank[epoch] for rank in whole), strict=False)]
-            for epoch in range(epochs)
-        ],
-        "steps": [len(expected), len(behind)],
-        "error": max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(behind, expected, strict=False)),
-        "once": [
-            sorted(i for rank in whole for batch in rank[epoch] for i in batch) == list(range(SAMPLES))
-            for epoch in range(epochs)
-        ],
         "replicas": float((vectors - vectors[0]).abs().max()),
-        "stats": optimizer.stats(),
-        "explain": hvd.explain() if hvd.rank() == 0 else "",
     }
 
 

@@ -17,9 +17,8 @@ import torch
 
 import star_hvd as hvd
 from tests.multiproc.modes import CONFIG, MODES, deadline, publish, within
-from tests.multiproc.scenarios import Facts, _wait_without_spinning, batch, compute, digest, model
+from tests.multiproc.scenarios import Facts, batch, compute, digest, model, run_each
 from tests.support.inside import driver_of
-from tests.support.launch import write_result
 
 SCHEDULES = 6  # Of each mode.
 PAUSES_S = [0.0] * 12 + [0.002, 0.01, 0.03]
@@ -109,23 +108,12 @@ def after_shutdown() -> Facts:
     return {"digest": digest(net)}
 
 
-def main(wanted: list[str]) -> None:
-    torch.set_num_threads(1)
-    _wait_without_spinning()
-    hvd.init()
-    facts: dict[str, Facts] = {}
-    for name in wanted:
-        write_result({"facts": facts, "running": name})
-        began_s = time.monotonic()
-        with deadline():
-            if name == "shutdown":
-                facts[name] = after_shutdown()
-            else:
-                mode, _, how = name.partition(":")
-                facts[name] = train(mode, sharded=how == "shard")
-        facts[name]["seconds"] = time.monotonic() - began_s
-    write_result({"facts": facts, "running": ""})
+def one(name: str) -> Facts:
+    if name == "shutdown":
+        return after_shutdown()
+    mode, _, how = name.partition(":")
+    return train(mode, sharded=how == "shard")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_each(sys.argv[1:], one, deadline)

@@ -23,6 +23,7 @@ from scheduler.records import Plan
 from star_hvd.runtime import runtime
 from tests.support.inside import driver_of
 from tests.support.launch import write_result
+from tests.support.patient import wait_without_spinning
 from tests.support.signals import PATIENCE_S, mark, marked
 
 Facts = dict[str, Any]
@@ -407,18 +408,6 @@ def _modes() -> list[str]:
     return [plan["mode"] for plan in report.plans] if report is not None else []
 
 
-def _wait_without_spinning() -> None:
-    """See `tests.contract.job`: Horovod's own wait would take the cores from the other ranks."""
-    spinning = horovod.mpi_ops.synchronize
-
-    def patient(handle: Any) -> Any:
-        while handle in horovod.mpi_ops._handle_map and not horovod.mpi_ops.poll(handle):
-            time.sleep(0.0003)
-        return spinning(handle)
-
-    horovod.mpi_ops.synchronize = patient
-
-
 @contextlib.contextmanager
 def _deadline() -> Iterator[None]:
     faulthandler.dump_traceback_later(LIMIT_S, exit=True)
@@ -431,7 +420,7 @@ def run_each(
 ) -> None:
     """Run parts of a job one after another, each within a deadline, and write what they found after each."""
     torch.set_num_threads(1)
-    _wait_without_spinning()
+    wait_without_spinning()
     hvd.init()
     facts: dict[str, Facts] = {}
     for name in wanted:

@@ -86,27 +86,56 @@ def _reference(taken: list[list[list[list[int]]]]) -> list[torch.Tensor]:
     return behind
 
 
-def _compared(mode: str, epochs: int, slow: float, **options: Any) -> dict[str, Any]:
-    optimizer, behind, own = _train(mode, epochs, slow=slow, **options)
-    taken = hvd.allgather_object(own, name="taken")
-    expected = _reference(taken)
-    pairs = zip(behind, expected, strict=False)
+def _facts(
+    optimizer: Any, behind: list[torch.Tensor], expected: list[torch.Tensor], taken: list[list[list[list[int]]]]
+) -> dict[str, Any]:
+    """How ranks trained, beside one process.
+
+    Args:
+        optimizer: Of this rank.
+        behind: Parameters behind every step here.
+        expected: Those of the one process.
+        taken: By rank, epoch and step the samples.
+    """
+    epochs = range(len(taken[0]))
     return {
         "sizes": [
             [[len(batch) for batch in step] for step in zip(*(rank[epoch] for rank in taken), strict=False)]
-            for epoch in range(epochs)
+            for epoch in epochs
         ],
         "steps": [len(expected), len(behind)],
-        "error": max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs),
+        "error": max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(behind, expected, strict=False)),
         "once": [
             sorted(i for rank in taken for batch in rank[epoch] for i in batch) == list(range(SAMPLES))
-            for epoch in range(epochs)
+            for epoch in epochs
         ],
         "mode": optimizer.mode,
         "stats": optimizer.stats(),
         "explain": hvd.explain() if hvd.rank() == 0 else "",
         "report": [plan["mode"] for plan in hvd.report().to_dict()["plans"]] if hvd.rank() == 0 else [],
     }
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    """Every step but the last one of an epoch has the global batch, every sample is taken once, nothing is late.
+
+    Args:
+        results: Facts of all ranks.
+    """
+    whole = len(results) * BATCH
+    for result in results:
+        assert all(result["once"])
+        assert result["error"] < 1e-6
+        assert result["stats"]["max_staleness"] == result["stats"]["folds"] == result["stats"]["drops"] == 0
+        for epoch in result["sizes"]:
+            assert [sum(sizes) for sizes in epoch[: SAMPLES // whole]] == [whole] * (SAMPLES // whole)
+
+
+def _compared(mode: str, epochs: int, slow: float, **options: Any) -> dict[str, Any]:
+    optimizer, behind, own = _train(mode, epochs, slow=slow, **options)
+    taken = hvd.allgather_object(own, name="taken")
+    expected = _reference(taken)
+    return _facts(optimizer, behind, expected, taken)
 
 
 def exact() -> dict[str, Any]:

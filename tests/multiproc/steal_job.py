@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import star_hvd as hvd
-from tests.multiproc.shares_job import CLIP, SAMPLES, _adamw, _data, _net, _reference, _vector, explained
+from tests.multiproc.shares_job import CLIP, _adamw, _data, _facts, _net, _reference, _vector, explained
 from tests.support.launch import write_result
 
 BATCH, PARTS, RANKS = 20, 4, 4  # 12 steps of 80 samples and one of 35.
@@ -52,7 +52,7 @@ def _compared(mode: str, epochs: int, **options: Any) -> dict[str, Any]:
     taken = hvd.allgather_object(own, name="taken")
     whole = [[[[i for part in step for i in part] for step in epoch] for epoch in rank] for rank in taken]
     expected = _reference(whole)
-    return {
+    return _facts(optimizer, behind, expected, whole) | {
         "parts": [[[len(step) for step in epoch] for epoch in rank] for rank in taken],
         "own": [[[sum(map(len, step)) for step in epoch] for epoch in rank] for rank in taken],
         "most": max(len(part) for rank in taken for epoch in rank for step in epoch for part in step),
@@ -63,16 +63,6 @@ def _compared(mode: str, epochs: int, **options: Any) -> dict[str, Any]:
             ]
             for epoch in range(epochs)
         ],
-        "steps": [len(expected), len(behind)],
-        "error": max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(behind, expected, strict=False)),
-        "once": [
-            sorted(i for rank in whole for step in rank[epoch] for i in step) == list(range(SAMPLES))
-            for epoch in range(epochs)
-        ],
-        "mode": optimizer.mode,
-        "stats": optimizer.stats(),
-        "explain": hvd.explain() if hvd.rank() == 0 else "",
-        "report": [plan["mode"] for plan in hvd.report().to_dict()["plans"]] if hvd.rank() == 0 else [],
     }
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.memory_job import SHORT
-from tests.multiproc.shares_job import BATCH, SAMPLES
+from tests.multiproc.shares_job import BATCH, check
 from tests.support.launch import JOB_LIMIT_S, run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S)]
@@ -18,12 +18,7 @@ WHOLE = RANKS * BATCH
 
 def _checked(scenario: str) -> list[dict[str, Any]]:
     results = run_job("tests.multiproc.memory_job", scenario, ranks=RANKS).check().results
-    for result in results:
-        assert all(result["once"])
-        assert result["error"] < 1e-6
-        assert result["stats"]["max_staleness"] == result["stats"]["folds"] == result["stats"]["drops"] == 0
-        for epoch in result["sizes"]:
-            assert [sum(sizes) for sizes in epoch[: SAMPLES // WHOLE]] == [WHOLE] * (SAMPLES // WHOLE)
+    check(results)
     return results
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.shares_job import BATCH, SAMPLES
+from tests.multiproc.shares_job import BATCH, SAMPLES, check
 from tests.support.launch import JOB_LIMIT_S, run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S)]
@@ -19,20 +19,10 @@ def _job(scenario: str) -> list[dict[str, Any]]:
     return run_job("tests.multiproc.shares_job", scenario, ranks=RANKS).check().results
 
 
-def _check(results: list[dict[str, Any]]) -> None:
-    """Every step but the last one of an epoch has the global batch, every sample is taken once, nothing is late."""
-    for result in results:
-        assert all(result["once"])
-        assert result["error"] < 1e-6
-        assert result["stats"]["max_staleness"] == result["stats"]["folds"] == result["stats"]["drops"] == 0
-        for epoch in result["sizes"]:
-            assert [sum(sizes) for sizes in epoch[: SAMPLES // WHOLE]] == [WHOLE] * (SAMPLES // WHOLE)
-
-
 def test_unequal_batches_are_one_process_with_the_global_batch() -> None:
     """AdamW with weight decay and clipping; b = (24, 12, 16, 24) of 76."""
     results = _job("exact")
-    _check(results)
+    check(results)
     assert results[0]["sizes"][-1][-2] == [24, 12, 16, 24]
     assert sum(sizes == [24, 12, 16, 24] for epoch in results[0]["sizes"] for sizes in epoch) >= SAMPLES // WHOLE
     assert results[0]["mode"] == "sync(24,12,16,24)"
@@ -41,7 +31,7 @@ def test_unequal_batches_are_one_process_with_the_global_batch() -> None:
 @pytest.mark.parametrize("scenario", ["balanced", "loaded_ahead", "auto"])
 def test_a_slow_rank_gets_fewer_samples(scenario: str) -> None:
     results = _job(scenario)
-    _check(results)
+    check(results)
     steps = [sizes for epoch in results[0]["sizes"] for sizes in epoch]
     # Less than three quarters; how much less depends on how busy the machine made the others.
     assert min(sizes[2] for sizes in steps if sum(sizes) == WHOLE) < 0.75 * BATCH
@@ -50,7 +40,7 @@ def test_a_slow_rank_gets_fewer_samples(scenario: str) -> None:
 
 def test_what_refuses_relaxed_modes_leaves_the_exact_ones() -> None:
     results = _job("scaled")
-    _check(results)
+    check(results)
     assert "sync(balanced)" in results[0]["report"] and "only exact modes: a GradScaler" in results[0]["explain"]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from scheduler.rules.step_layout import LONGEST
-from tests.multiproc.steal_job import BATCH, PARTS, RANKS, SAMPLES
+from tests.multiproc.shares_job import SAMPLES
+from tests.multiproc.steal_job import BATCH, PARTS, RANKS
 from tests.support.launch import JOB_LIMIT_S, run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S)]

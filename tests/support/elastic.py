@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tests.support.launch import DeadlineMissed, JobResult, run_job
 
-__all__ = ["ELASTIC_LIMIT_S", "run_elastic"]
+__all__ = ["ELASTIC_LIMIT_S", "run_elastic", "two_survive"]
 
 TRIES = 3
 JOB_S = 400.0
@@ -49,3 +50,21 @@ def run_elastic(
         if recovered(job):
             break
     return job
+
+
+def two_survive(notes: Path) -> Callable[[JobResult], bool]:
+    """For `run_elastic`: whether two ranks have results; what the ranks of a job without them wrote is removed.
+
+    Args:
+        notes: Folder that the ranks write to; made here.
+    """
+    notes.mkdir()
+
+    def recovered(job: JobResult) -> bool:
+        done = sum(map(bool, job.results)) == 2
+        if not done:
+            shutil.rmtree(notes)
+            notes.mkdir()
+        return done
+
+    return recovered

@@ -19,6 +19,7 @@ from star_hvd.config import Config
 from star_hvd.coordinator.lease_desk import LeaseDesk
 from star_hvd.loader import ShardLoader, shard
 from star_hvd.runtime import runtime
+from star_hvd.runtime.asked_plans import AskedPlans
 from star_hvd.runtime.coordinator_client import CoordinatorClient
 from star_hvd.runtime.memory_limits import MemoryLimits
 
@@ -120,7 +121,7 @@ class World:
             in_hand=None,
             steps_ended=0,
             steps_made=lambda: self.steps[rank],
-            check_shares=lambda batch: None,
+            asked=AskedPlans(ranks, 0),
             batch_delivered=lambda loader, index: client.batch_sizes(loader).delivered(index),
             note_batch=lambda weight, input_s: self.weights.append(weight),
             inactive=lambda reason: contextlib.nullcontext(),

@@ -331,7 +331,7 @@ class World:
         return idle and not any(engine.helper_has_work() for engine in self.engines)
 
     def _settle(self) -> None:
-        for step in [engine.untold_manual for engine in self.engines if engine.untold_manual is not None]:
+        for step in [engine.unreported_manual for engine in self.engines if engine.unreported_manual is not None]:
             for engine in self.engines:
                 engine.note_manual(step)
         for engine in self.engines:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +14,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-OF_THE_CODE = ("architecture.md", "concurrency.md", "protocols.md", "glossary.md", "modes.md")
 
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#[^)\s]*)?\)")
 QUOTED = re.compile(r"`([^`\n]+)`")
@@ -20,7 +21,11 @@ FILE = re.compile(r"[\w.-]+(?:/[\w.-]+)+\.(?:py|md|sh|yml|toml|txt|patch)|(?:[\w
 FUNCTION = re.compile(r"(test_\w+)(\.\.\.)?")
 ATTRIBUTE = re.compile(r"([A-Z]\w+)\.(_?[a-z]\w+)")
 CLASS = re.compile(r"_?[A-Z][a-z]+(?:[A-Z]\w*)")
-FOREIGN = {"ThreadAuthenticator", "GradScaler", "SyncBatchNorm"}
+BESIDE = re.compile(r"`([\w.]+)`\s+\(`([\w./-]+\.py)`")
+FOREIGN = {"Compression", "ThreadAuthenticator", "GradScaler", "SyncBatchNorm"}
+IN_TEXT = {"theta_i"}  # Of formulas.
+FOLDERS = ("star_hvd", "scheduler", "tests", "benchmarks", "examples", "scripts")
+TEXTS = (*(f"{folder}/**/*.py" for folder in FOLDERS), "scripts/*.sh", "patches/*.patch", "pyproject.toml", "Makefile")
 
 
 def named(page: Path) -> str:
@@ -36,6 +41,24 @@ def without_blocks(page: Path) -> str:
 def sources() -> str:
     files = [path for name in ("star_hvd", "scheduler") for path in sorted((ROOT / name).rglob("*.py"))]
     return "\n".join(path.read_text(encoding="utf-8") for path in files)
+
+
+def prose(path: Path) -> str:
+    """A module's comments and docstrings."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
+    return "\n".join(
+        token.string
+        for token in tokens
+        if token.type == tokenize.COMMENT or (token.type == tokenize.STRING and token.string.startswith('"""'))
+    )
+
+
+@cache
+def words_of_the_tree() -> set[str]:
+    """Of all files that are no pages, and of their names."""
+    files = [path for pattern in TEXTS for path in ROOT.glob(pattern)]
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    return set(re.findall(r"\w+", "\n".join([*texts, *map(named, files)])))
 
 
 @cache
@@ -101,17 +124,47 @@ def test_tests_that_are_named_exist() -> None:
     assert missing == []
 
 
-@pytest.mark.parametrize("name", OF_THE_CODE)
-def test_classes_and_what_they_have_are_those_of_the_code(name: str) -> None:
-    page = ROOT / "docs" / name
-    missing = []
+def no_attributes(text: str) -> list[str]:
+    """What is quoted as an attribute of a class that has none of that name."""
+    pairs = [pair for quoted in QUOTED.findall(text) for pair in ATTRIBUTE.findall(quoted)]
+    return [f"{cls}.{attribute}" for cls, attribute in pairs if cls in attributes() and not has(cls, attribute)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_classes_and_what_they_have_are_those_of_the_code(page: Path) -> None:
+    missing = no_attributes(without_blocks(page))
     for quoted in QUOTED.findall(without_blocks(page)):
-        for cls, attribute in ATTRIBUTE.findall(quoted):
-            if cls in attributes() and not has(cls, attribute):
-                missing.append(f"{cls}.{attribute}")
         for cls in CLASS.findall(quoted):
             if cls not in FOREIGN and cls not in words():
                 missing.append(cls)
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_names_of_the_code_are_in_it(page: Path) -> None:
+    """Functions, constants, fields, options: what is quoted is a word of some file that is no page itself."""
+    quoted = [each for each in QUOTED.findall(without_blocks(page)) if not re.search(r"test_\w+", each)]
+    found = {word for each in quoted for word in re.findall(r"[A-Za-z_]\w*_\w+", each)}
+    assert sorted(found - words_of_the_tree() - IN_TEXT) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_what_is_named_with_its_file_is_in_it(page: Path) -> None:
+    """In the form `name` (`file.py`)."""
+    missing = []
+    for name, file in BESIDE.findall(without_blocks(page)):
+        text = next((base / file).read_text("utf-8") for base in (ROOT, ROOT / "star_hvd") if (base / file).exists())
+        missing += [f"{name} ({file})" for part in name.split(".") if part not in re.findall(r"\w+", text)]
+    assert missing == []
+
+
+def test_comments_and_docstrings_name_what_classes_have() -> None:
+    missing = []
+    for name in ("star_hvd", "scheduler", "tests", "benchmarks", "scripts"):
+        for path in sorted((ROOT / name).rglob("*.py")):
+            own = {*FOREIGN, *re.findall(r"^class (\w+)", path.read_text(encoding="utf-8"), flags=re.MULTILINE)}
+            found = [each for each in no_attributes(prose(path)) if each.partition(".")[0] not in own]
+            missing += [f"{named(path)}: {each}" for each in found]
     assert missing == []
 
 

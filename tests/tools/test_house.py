@@ -47,6 +47,15 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
+CALLED_FROM_OUTSIDE = {
+    # Users; MLflow, pyzmq and threading; Plan, by the name of a mode; tests: what memory holds, a formula of STAR's.
+    "skip_synchronize", "set_backward_passes_per_step", "_register_hooks", "SyncBatchNorm", "catch_out_of_memory",
+    "load_context", "callback", "_release_save", "_acquire_restore", "_is_owned",
+    "_check_sync", "_check_subgroup", "_check_ps", "_check_grouped", "_check_local",
+    "early_sessions", "open_sessions", "known_plans", "order_interval",
+}  # fmt: skip
+
+
 def modules() -> dict[str, Path]:
     """All modules by dotted name; packages without their `__init__`."""
     found = {}
@@ -154,6 +163,24 @@ def test_no_class_is_shared_over_files_by_inheritance() -> None:
         if name in homes.keys() - made and not name.endswith("Error"):
             elsewhere = {heir for module, heir in found if module != homes[name]}
             assert len(elsewhere) != 1 or len(found) > 1, f"{name} of {homes[name]} is half of {elsewhere}"
+
+
+def test_what_is_defined_is_used_by_more_than_tests() -> None:
+    """Functions, methods, classes and constants, also public ones; a word in quotes that is a name counts as a use."""
+    used, defined = set(), {}
+    others = [path for name in ("benchmarks", "examples", "scripts") for path in (ROOT / name).rglob("*.py")]
+    for path in [*MODULES.values(), *others]:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                used.add(node.id)
+            elif isinstance(node, ast.Attribute):
+                used.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and ":" in node.value:
+                used.add(node.value.rpartition(":")[2])  # `module:function`.
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and path not in others:
+                defined[node.name] = path
+    unused = {name: str(path) for name, path in defined.items() if name not in used | CALLED_FROM_OUTSIDE}
+    assert {name: path for name, path in unused.items() if not name.startswith("__")} == {}
 
 
 def test_what_users_and_their_data_rely_on_is_as_recorded() -> None:

@@ -37,6 +37,7 @@ logger = logging.getLogger("star_hvd")
 
 Event = dict[str, Any]
 
+_THREADS = 1  # With which a server computes: ranks train on the same host.
 _CHECK_S = 0.25  # Between two checks of the process.
 _IDLE_S = 60.0
 _KILL_S = 5.0  # A killed process is gone within this, unless the system itself hangs.
@@ -71,7 +72,6 @@ class ServerProcess:
             (`reason`) or `died` (`returncode`); all but `died` name `engine`, `session` and the shard's `index` where
             they concern one. It must not block.
         mirror: Whether the server's state outlives it; without it `recover` starts from the seed.
-        threads: Compute threads of the server.
         faults: For tests, see `Shard`.
     """
 
@@ -83,12 +83,11 @@ class ServerProcess:
         *,
         on_event: Callable[[Event], None] | None = None,
         mirror: bool = True,
-        threads: int = 1,
         faults: dict[str, Any] | None = None,
     ) -> None:
         self._rank, self._key, self._host = rank, key, host
         self._on_event = on_event or (lambda event: None)
-        self._mirror, self._threads, self._faults = mirror, threads, faults
+        self._mirror, self._faults = mirror, faults
         # Guards the following; never held across a blocking call.
         self._changed = ordered_condition("ServerProcess._changed")
         self._opened: dict[tuple[int, int], _Opened] = {}
@@ -259,7 +258,7 @@ class ServerProcess:
             # The same address, so that peers which know the old one find the new process.
             "host": self._host if self.endpoint is None else self.endpoint.host,
             "port": self.endpoint.port if self.endpoint is not None else 0,
-            "threads": self._threads,
+            "threads": _THREADS,
             "io_threads": 1,
             "path": [path for path in sys.path if path],
             "faults": faults,
@@ -270,7 +269,7 @@ class ServerProcess:
 
     def _environment(self) -> dict[str, str]:
         found = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMI_"))}
-        found["OMP_NUM_THREADS"] = str(self._threads)
+        found["OMP_NUM_THREADS"] = str(_THREADS)
         # Keep the memory of messages, which are allocated all the time: returning it costs page faults.
         found |= {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
         found["CUDA_VISIBLE_DEVICES"] = ""  # Servers compute in host memory.

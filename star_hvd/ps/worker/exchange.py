@@ -206,11 +206,6 @@ class StateExchange(Exchange):
         self._whole.clear()
 
     @property
-    def bytes_held(self) -> int:
-        """Announced size of the chunks of which a part has come."""
-        return sum(each.size for each in self._parts.values())
-
-    @property
     def complete(self) -> bool:
         return len(self._whole) == len(self._layout.chunks)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.balance.batch_shares import balance, fit_linear, worth_changing
+from scheduler.balance.batch_shares import balance
 from tests.support.effort import cases
 
 
@@ -71,21 +71,3 @@ def test_bad_input(arguments: tuple[list[float], list[float], int], message: str
 def test_bounds_without_a_solution() -> None:
     with pytest.raises(ValueError, match="take 0 to 4"):
         balance([0.0, 0.0], [1.0, 1.0], 8, most=[2, 2])
-
-
-def test_a_line_is_found_again() -> None:
-    sizes = [8, 16, 32, 64]
-    assert fit_linear(sizes, [0.01 + 0.002 * size for size in sizes]) == pytest.approx((0.01, 0.002))
-    assert fit_linear([32, 32], [0.1, 0.3]) == pytest.approx((0.0, 0.2 / 32))
-    alpha, beta = fit_linear([8, 16], [0.3, 0.1])  # Larger batches that take less time: nothing to be had from sizes.
-    assert alpha == pytest.approx(0.2)
-    assert 0.0 < beta < 1e-9
-    with pytest.raises(ValueError, match="expected as many"):
-        fit_linear([8], [0.0])
-
-
-def test_small_gains_change_nothing() -> None:
-    assert not worth_changing(1.0, 0.96)
-    assert worth_changing(1.0, 0.9)
-    assert not worth_changing(1.0, 0.9, change_s=5.0, steps=40)
-    assert worth_changing(1.0, 0.9, change_s=5.0, steps=60)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,13 +32,6 @@ class SlowLink:
             raise ChannelError("the parent is gone")
         self.taken.append((float(flats[0][0]), float(flats[0][-1]), version))
         return version + 2
-
-
-def await_closing(sender: LateSender) -> None:
-    limit_s = time.monotonic() + DEADLINE_S
-    while not sender.closing:
-        assert time.monotonic() < limit_s
-        time.sleep(0.001)
 
 
 def gradient(value: float) -> list[torch.Tensor]:
@@ -73,11 +64,10 @@ def test_at_the_end_what_is_on_its_way_arrives_and_the_rest_is_given_back() -> N
     assert link.begun.acquire(timeout=DEADLINE_S)
     sender.add(gradient(2.0), 2)
     sender.add(gradient(4.0), 3)
-    with ThreadPoolExecutor(1) as other:
-        closing = other.submit(sender.close, DEADLINE_S)
-        await_closing(sender)
-        link.free.release()
-        unsent = closing.result(DEADLINE_S)
+    unsent = sender.close(0.0)
+    assert not sender.ended, "a push is on its way"
+    link.free.release()
+    assert sender.close(DEADLINE_S) is None
     assert unsent is not None and (unsent.version, unsent.count, unsent.weight) == (2, 2, 2.0)
     assert float(unsent.flats[0][0]) == 6.0 and sender.ended and link.taken == [(1.0, 1.0, 1)]
 
@@ -101,11 +91,10 @@ def test_a_push_that_fails_while_it_is_closed_is_named_and_not_given_back() -> N
     sender.add(gradient(1.0), 1)
     assert link.begun.acquire(timeout=DEADLINE_S)
     sender.add(gradient(2.0), 2)
-    with ThreadPoolExecutor(1) as other:
-        closing = other.submit(sender.close, DEADLINE_S)
-        await_closing(sender)
-        link.free.release()
-        unsent = closing.result(DEADLINE_S)
+    unsent = sender.close(0.0)
+    assert not sender.ended, "a push is on its way"
+    link.free.release()
+    assert sender.close(DEADLINE_S) is None
     assert unsent is not None and unsent.version == 2 and sender.ended
     assert sender.unanswered is not None and (sender.unanswered.version, sender.unanswered.weight) == (1, 1.0)
 

@@ -226,14 +226,20 @@ def test_other_ranks_are_not_asked_by_a_rank_that_has_failed() -> None:
         OtherRanks(none, 2, none, none, check).snapshot(0, 60.0)
 
 
+def sizes_sent(router: Any) -> list[int]:
+    """A list that gets the size of the last frame of every message which the socket is given to send."""
+    sizes: list[int] = []
+    send = router.send_multipart
+    router.send_multipart = lambda frames: (sizes.append(len(frames[-1])), send(frames))
+    return sizes
+
+
 def test_a_manifest_of_many_parameters_travels_in_chunks() -> None:
     snapshot = Snapshot(7, [torch.full((2,), float(i)) for i in range(9000)], [{"step": 1.0} for _ in range(9000)])
     assert len(pack_snapshot(snapshot)[0]) > 10 * 4096
     with two_rings() as (_, client, router, _):
-        sizes: list[int] = []
+        sizes = sizes_sent(router)
         server = TensorServer(router, lambda engine, state_too, least: snapshot, 4096)
-        send = server._send
-        server._send = lambda *parts: (sizes.append(len(parts[-1])), send(*parts))  # type: ignore[assignment,func-returns-value]
         server.start()
         try:
             got = fetch(client, 0, 0, 60.0)
@@ -256,10 +262,8 @@ class Asking:
 def test_a_paced_reply_comes_in_small_parts_no_faster_than_asked_for() -> None:
     snapshot, rate = example(numel=40_000), 2e6
     with two_rings() as (_, client, router, _):
-        sizes: list[int] = []
+        sizes = sizes_sent(router)
         server = TensorServer(router, lambda engine, state_too, least: snapshot, 1 << 20)
-        send = server._send
-        server._send = lambda *parts: (sizes.append(len(parts[-1])), send(*parts))  # type: ignore[assignment,func-returns-value]
         server.start()
         asking = Asking(client, rate)
         try:

@@ -74,7 +74,7 @@ def test_the_host_looks_at_the_device_once_for_all_buckets_of_a_step_and_never_w
         assert len(buckets) == 3
         wire = LossyWire(buckets, AnyForm(0, [form]))
         wire.begin(Streams(buckets, device), 0, 1)
-        wire._use(form)
+        wire.ended(form)
         device.finish()
         for bucket in buckets:
             bucket.flat.fill_(1.0)
@@ -91,7 +91,7 @@ def test_the_host_looks_at_the_device_once_for_all_buckets_of_a_step_and_never_w
         with monkeypatch.context() as patch:
             patch.setattr(device, "upload", None)  # It would wait for the device, and under locks in a job.
             wire.restart()
-        wire._use(form)
+        wire.ended(form)
         wire.decode(buckets[0], wire.encode(buckets[0], buckets[0].flat, given=True), buckets[0].flat)
         device.finish()
         assert bool(torch.isfinite(buckets[0].flat.inner).all())  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ from star_hvd.engine.device import Streams
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.step_engine import StepEngine
 from tests.support.effort import cases
+from tests.support.residuals import left_of
 from tests.support.world import Port, World
 
 SIDE = 36  # Of matrices that are large enough for factors.
@@ -77,11 +78,6 @@ def wire_of(engine: StepEngine) -> Recorded:
     return engine.wire
 
 
-def left_over(engine: StepEngine, bucket: Bucket) -> torch.Tensor:
-    found = wire_of(engine)._codecs[bucket.index].residuals()
-    return torch.zeros(SIDE * SIDE) if found is None else found[0].reshape(-1)
-
-
 def check(world: LossyWorld) -> None:
     first = world.engines[0]
     for engine, ears in zip(world.engines, world.ears, strict=True):
@@ -94,7 +90,7 @@ def check(world: LossyWorld) -> None:
     for bucket in first.applier.buckets:
         sums = sum(total for index, total in wire_of(first).sums if index == bucket.index)
         assert isinstance(sums, torch.Tensor)
-        left = sum(left_over(engine, engine.applier.buckets[bucket.index]).double() for engine in world.engines)
+        left = sum(left_of(wire_of(engine), engine.applier.buckets[bucket.index]) for engine in world.engines)
         wanted = torch.zeros(SIDE * SIDE, dtype=torch.float64)
         for index, rank, number in world.given:
             if index == bucket.index:

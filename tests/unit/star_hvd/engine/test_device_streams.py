@@ -353,7 +353,7 @@ class LocalWorld(DeviceWorld):
             for bucket in self.backward(engine):
                 steps.give(bucket)
             yield
-            engine.streams.await_host()  # As `StepDriver.step_outside` does.
+            engine.streams.await_host()  # As `StepDriver.step_in_mode` does.
             steps.step(skip=False)
             engine.replica.reuse_buckets()
         engine.set_inactive(True)

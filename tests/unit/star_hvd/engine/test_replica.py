@@ -295,16 +295,15 @@ class Calls(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_missing_between_the_parameters_and_what_waits(self) -> None:
-        state, shadow = self.replica.state, self.replica.shadow_step
+        state, first = self.replica.state, self.replica.newest_step
         waiting = [result.step for result in self.replica.queue]
-        first = self.replica.step if shadow is None else shadow
         assert waiting == list(range(first, first + len(waiting)))
         if state in (ReplicaState.CURRENT, ReplicaState.REPLAYABLE, ReplicaState.AVERAGE_PENDING) and not self.outside:
             assert first + len(waiting) == self.ended, "a step is neither applied nor waiting"
-        if waiting or shadow is not None:
+        if waiting or first != self.replica.step:
             assert state in (ReplicaState.REPLAYABLE, ReplicaState.AVERAGE_PENDING)
         if state is ReplicaState.CURRENT:
-            assert not waiting and shadow is None and self.replica.is_whole
+            assert not waiting and first == self.replica.step and self.replica.is_whole
 
 
 TestCalls = pytest.mark.slow(Calls.TestCase)

@@ -106,14 +106,14 @@ def test_a_program_that_works_on_the_mean_for_the_first_time_says_so_where_a_hel
     assert away.helper_tick()
     reduce_all(network)
     assert away.helper_tick() and away.helper_tick(), "the helper completes and replays it"
-    assert member.arrive(manual=True) and member.untold_manual == 0
+    assert member.arrive(manual=True) and member.unreported_manual == 0
     for handle in member.own_step().all_handles():
         member.collective.finish(handle)
     result = member.finish_own()
     for mean in result.means:
         mean[:-1].mul_(0.5)
     member.apply_own(result)
-    assert member.untold_manual == 0, "no header has said so yet"
+    assert member.unreported_manual == 0, "no header has said so yet"
     assert not away.needs_fetch
     away.note_manual(0)
     assert away.needs_fetch, "what was replayed here is not what the members have"

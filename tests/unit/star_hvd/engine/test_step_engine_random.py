@@ -152,7 +152,7 @@ class Resting(World):
     """At rest, before training threads come back from wherever they are, every rank's newest state is looked at."""
 
     def _settle(self) -> None:
-        self.on_shadows = sum(engine.replica.shadow_step is not None for engine in self.engines)
+        self.on_shadows = sum(engine.replica.newest_step > engine.step for engine in self.engines)
         self.seen = [engine.replica.snapshot() for engine in self.engines]
         super()._settle()
 

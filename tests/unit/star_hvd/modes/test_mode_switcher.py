@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from scheduler.plan.plan import Plan
+from star_hvd.channel.late_sender import LateSender
 from star_hvd.config import Config
 from star_hvd.engine.meeting import Position, settled
 from star_hvd.engine.records import Snapshot
@@ -442,21 +443,29 @@ def test_a_childs_step_during_which_the_mode_ends_is_reported_as_one_of_its_own_
     assert [info.plan_id for info in told] == [1] and steps.over
 
 
-def test_a_gradient_on_its_way_that_fails_at_the_end_of_the_mode_counts_as_dropped() -> None:
+def test_a_gradient_on_its_way_that_fails_at_the_end_of_the_mode_counts_as_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Nothing is lost without a trace: produced = applied + damped + dropped + what waits."""
     world = World(1, world_size=3)
     engine = world.engines[2]
-    plan, pushing = Plan.subgroup(3, (0, 1), plan_id=1), threading.Event()
+    plan, pushing, closing = Plan.subgroup(3, (0, 1), plan_id=1), threading.Event(), threading.Event()
 
     class Parent(Line):
         parent = 0
 
         def push(self, flats: Any, version: int) -> int:
             pushing.set()
-            while not steps._sender.closing:  # type: ignore[union-attr]
-                time.sleep(0.001)
+            assert closing.wait(30.0)
             raise ChannelError("the parent is gone")
 
+    def close(sender: LateSender, deadline_s: float, original: Any = LateSender.close) -> Any:
+        unsent = original(sender, 0.0)
+        closing.set()
+        original(sender, deadline_s)
+        return unsent
+
+    monkeypatch.setattr(LateSender, "close", close)
     with engine.lock:
         engine.agreement.plan = plan
     steps = child_steps(engine, plan, line=Parent(), background=True)

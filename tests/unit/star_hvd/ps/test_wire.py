@@ -115,7 +115,7 @@ def test_a_chunk_of_any_announced_size_takes_the_memory_of_what_came() -> None:
         exchange = StateExchange(made.layout)
         with pytest.raises(ChannelError, match="bytes for a chunk of"):
             exchange.add(Header(Kind.STATED, 0, 0, chunk=0, size=1 << 41), bytes(PART_BYTES))
-        assert exchange.bytes_held == 0, "nothing is kept of what is refused"
+        # Nothing is kept of what is refused, else this one would be of another size than its first part.
         exchange.add(Header(Kind.STATED, 0, 0, chunk=0, size=PART_BYTES + 1), bytes(PART_BYTES))
         with pytest.raises(ChannelError, match="comes as"):
             exchange.add(Header(Kind.STATED, 0, 0, chunk=0, size=5), b"12345")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,23 +47,39 @@ def test_the_first_note_comes_before_the_first_step(folder: Path) -> None:
     assert not list(folder.glob("*.json"))
 
 
-def test_a_start_too_short_to_measure_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_notes.time, "monotonic", lambda: 7.0)
-    notes = MachineNotes(0, lambda message, urgent: None, {})
-    assert math.isnan(notes._at_start().free_cpu_cores)
+class Sampler:
+    """Samples when it is told to."""
+
+    made: Sampler
+
+    def __init__(self, on_sample: Callable[[Resources], None], gpu: str | None) -> None:
+        self.on_sample = on_sample
+
+    def start(self) -> None:
+        Sampler.made = self
 
 
-def test_waits_beyond_the_least_one_are_slack_for_others(folder: Path) -> None:
+def test_a_start_too_short_to_measure_is_unknown(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_notes, "time", SimpleNamespace(monotonic=lambda: 7.0))
+    monkeypatch.setattr(machine_notes, "ResourceSampler", Sampler)
+    sent: list[Any] = []
+    notes = MachineNotes(0, lambda message, urgent: sent.append(message), {})
+    notes.start("job", None)
+    assert math.isnan(sent[0].free_cpu_cores)
+
+
+def test_waits_beyond_the_least_one_are_slack_for_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine_notes, "ResourceSampler", Sampler)
     sent: list[Any] = []
     own = driver(0.1, 0.01)
     notes = MachineNotes(0, lambda message, urgent: sent.append(message), {0: own})
-    notes._registry = Registry("a", 0)
+    notes.start("a", None)
     other = Registry("b", 0)
     other.file_name = "b.json"
     seen = []
     for wait_s in (0.01, *[0.06] * 12):  # A rank elsewhere became slow; the collective itself takes 10 ms.
         own.reporter.wait_s = wait_s
-        notes._on_sample(Resources(cpu_share=0.8))
+        Sampler.made.on_sample(Resources(cpu_share=0.8))
         (entry,) = other.others()
         seen.append(entry.slack_s)
     assert seen[0] == 0.0 and seen[-1] == pytest.approx(0.05) and seen == sorted(seen)
@@ -70,8 +87,8 @@ def test_waits_beyond_the_least_one_are_slack_for_others(folder: Path) -> None:
     assert sent[-1].neighbour_ranks == 0.0
     cpus = entry.cpus
     other.write(cpus=cpus, cores=2.0, step_s=0.2, slack_s=0.1)
-    notes._on_sample(Resources(cpu_share=0.8))
+    Sampler.made.on_sample(Resources(cpu_share=0.8))
     assert (sent[-1].neighbour_ranks, sent[-1].neighbour_slack_cores) == (1.0, pytest.approx(1.0))
     own.reporter.wait_s = 0.01
-    notes._on_sample(Resources(cpu_share=0.8))
+    Sampler.made.on_sample(Resources(cpu_share=0.8))
     assert other.others()[0].slack_s == 0.0, "one step without a wait is enough"

@@ -15,10 +15,9 @@ import torch
 from torch.utils.data.dataloader import default_collate
 
 from scheduler.records import parse_mode
-from star_hvd.config import Config
+from star_hvd.runtime.asked_plans import AskedPlans
 from star_hvd.runtime.memory_limits import MemoryLimits
 from star_hvd.runtime.out_of_memory import Repeats, catch_out_of_memory, cut_batch
-from star_hvd.runtime.runtime import Runtime
 
 Point = collections.namedtuple("Point", "x name")  # What torch's collate function knows.
 
@@ -253,7 +252,10 @@ def test_a_batch_for_which_the_allocator_had_to_retry_is_the_largest(monkeypatch
 
 
 def test_shares_that_cannot_be_within_the_user_s_limit_are_refused_at_the_start() -> None:
-    run = SimpleNamespace(config=Config(max_batch=12), world_size=4, _asked={0: parse_mode("sync(balanced)", 4)})
-    Runtime.check_shares(run, 12)  # type: ignore[arg-type]
+    asked = AskedPlans(4, 12)
+    asked.add(0, parse_mode("sync(balanced)", 4))
+    asked.check_shares(12)
     with pytest.raises(ValueError, match="max_batch is 12, and 4 ranks with batch_size 13 make 52 samples"):
-        Runtime.check_shares(run, 13)  # type: ignore[arg-type]
+        asked.check_shares(13)
+    asked.forget(0)
+    asked.check_shares(13)

@@ -1,0 +1,127 @@
+"""The helper thread of one optimizer: does what its engine has to do without the training thread.
+
+It looks for work whenever the engine wakes it, and polls a step it has claimed until that ends. Once the user has
+dropped the optimizer it contributes for the training thread for good, tells the coordinator where this rank is, and
+ends when all ranks have dropped it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from star_hvd.channel.messages.base import OptimizerDropped
+from star_hvd.engine.step_engine import StepEngine
+from star_hvd.errors import DeadlineError
+from star_hvd.modes.step_reporter import Send
+
+__all__ = ["Helper"]
+
+_POLL_S = 0.0003
+_POLL_DROPPED_S = 0.02  # Only other ranks wait for a step of an optimizer that was dropped here.
+
+
+class Helper:
+    """See the module's text.
+
+    Args:
+        number: Number of the optimizer, equal on all ranks.
+        send: Sends a control message to the coordinator.
+        step_deadline_s: Longest time that a step may be in flight.
+        leave: Ends what the training thread has under way, called once, in this thread, after the optimizer was
+            dropped.
+
+    Attributes:
+        dropped: The user has no reference to the optimizer any more.
+    """
+
+    _engine: StepEngine
+
+    def __init__(self, number: int, send: Send, step_deadline_s: float, leave: Callable[[], None]) -> None:
+        self.dropped = False
+        self._number = number
+        self._send = send
+        self._step_deadline_s = step_deadline_s
+        self._leave = leave
+        self._stop = threading.Event()
+        self._carries_on = False  # It has taken over from the training thread for good.
+        self._sent: tuple[int, bool, bool] | None = None  # Where this rank is, as the coordinator knows it.
+        self._thread = threading.Thread(target=self._run, name=f"star-helper-{number}", daemon=True)
+
+    def start(self, engine: StepEngine) -> None:
+        """Start the thread."""
+        self._engine = engine
+        self._thread.start()
+
+    def stop(self, engine: StepEngine, deadline_s: float) -> None:
+        """End the thread and wait for it; threads that wait for `engine` look again."""
+        self._stop.set()
+        with engine.lock:
+            engine.lock.notify_all()
+            engine.helper_wake.notify_all()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(deadline_s)
+
+    def end(self) -> None:
+        """All ranks have dropped the optimizer: let the thread end, without a wait for it."""
+        self._stop.set()
+        with self._engine.lock:
+            self._engine.helper_wake.notify_all()
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is to end, or has."""
+        return self._stop.is_set()
+
+    def drop(self) -> None:
+        """See `StepDriver.drop`."""
+        self.dropped = True
+        if self._engine.lock.acquire(blocking=False):
+            try:
+                self._engine.helper_wake.notify_all()
+            finally:
+                self._engine.lock.release()
+
+    def _run(self) -> None:
+        with self._engine.streams.own():
+            self._run_until_stopped()
+
+    def _run_until_stopped(self) -> None:
+        engine = self._engine
+        in_flight_since_s: float | None = None
+        while not self._stop.is_set():
+            try:
+                with engine.lock:
+                    engine.helper_wake.wait_for(self._has_work, timeout=1.0)
+                if self.dropped:
+                    self._carry_on()
+                if engine.failure is not None:
+                    continue
+                if engine.helper_tick():
+                    in_flight_since_s = None
+                    continue
+                if not engine.must_poll():
+                    continue
+                in_flight_since_s = in_flight_since_s or time.monotonic()
+                if time.monotonic() - in_flight_since_s > self._step_deadline_s:
+                    raise DeadlineError(
+                        f"step {engine.next_step - 1}, closed without this rank, did not end within "
+                        f"{self._step_deadline_s:g} s; see the log of rank 0 for the rank that is missing"
+                    )
+                time.sleep(_POLL_DROPPED_S if self.dropped else _POLL_S)
+            except BaseException as error:  # The training thread raises it: a helper has no caller.
+                engine.fail(error)
+
+    def _has_work(self) -> bool:
+        return self._stop.is_set() or (self.dropped and not self._carries_on) or self._engine.helper_has_work()
+
+    def _carry_on(self) -> None:
+        """Contribute for the training thread from now on, and keep the coordinator informed of where this rank is."""
+        if not self._carries_on:
+            self._carries_on = True
+            self._leave()
+        state = self._engine.under_way()
+        if state != self._sent:
+            self._sent = state
+            self._send(OptimizerDropped(self._number, *state))

@@ -1,0 +1,66 @@
+"""The plans that the user asked for, and which loaders do not go with them."""
+
+from __future__ import annotations
+
+from scheduler.records import Plan
+
+__all__ = ["AskedPlans"]
+
+
+class AskedPlans:
+    """By optimizer; none where the policy chooses.
+
+    Args:
+        world_size: Number of ranks.
+        max_batch: `Config.max_batch`.
+    """
+
+    def __init__(self, world_size: int, max_batch: int) -> None:
+        self._world_size = world_size
+        self._max_batch = max_batch
+        self._plans: dict[int, Plan] = {}
+
+    def add(self, optimizer_id: int, plan: Plan) -> None:
+        """The user asked for `plan` for an optimizer."""
+        self._plans[optimizer_id] = plan
+
+    def forget(self, optimizer_id: int) -> None:
+        """An optimizer has ended."""
+        self._plans.pop(optimizer_id, None)
+
+    def check_microbatches(self) -> None:
+        """Whether the mode that the user asked for is possible with micro-batches.
+
+        Raises:
+            ValueError: It is not.
+        """
+        for plan in self._plans.values():
+            if plan.mode != "sync" or plan.uneven:
+                raise ValueError(
+                    f"mode is {plan.label} with microbatches; expected 'sync', 'sync(steal)' or 'auto', which chooses "
+                    "between these two: leave microbatches out of hvd.shard for other modes"
+                )
+
+    def check_shares(self, batch: int) -> None:
+        """Whether the batch shares that the user asked for fit a loader's batches.
+
+        Args:
+            batch: Samples in a rank's batch where shares are equal.
+
+        Raises:
+            ValueError: They make another global batch, or none are within the user's limit.
+        """
+        for plan in self._plans.values():
+            total = self._world_size * batch
+            if plan.balanced and 0 < self._max_batch < batch:
+                raise ValueError(
+                    f"Config.max_batch is {self._max_batch}, and {self._world_size} ranks with batch_size {batch} "
+                    f"make {total} samples in a step, which no batch shares divide within it; raise it, or give "
+                    "hvd.shard a smaller batch_size"
+                )
+            if plan.batch_shares and not plan.balanced and sum(plan.batch_shares) != total:
+                raise ValueError(
+                    f"batch shares {plan.batch_shares} sum to {sum(plan.batch_shares)}, and {self._world_size} ranks "
+                    f"with batch_size {batch} make {total} samples in a step; give shares that sum to {total}, or "
+                    "another batch_size to hvd.shard"
+                )

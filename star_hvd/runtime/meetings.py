@@ -1,0 +1,107 @@
+"""Times without gradients of the training thread, and meetings, behind which all replicas are the same.
+
+`Inactivity` makes the others go on without this rank; `star_hvd/engine/meeting.py` says when a meeting is over. Here is
+what the training thread does in between: it gathers positions, catches up, and gathers again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+
+from star_hvd.channel.messages.base import Message
+from star_hvd.engine.meeting import Position, gather_positions, settled, unsettled_text
+from star_hvd.errors import DeadlineError
+from star_hvd.modes.driver import StepDriver
+from star_hvd.runtime.inactivity import Inactivity
+
+__all__ = ["Meetings"]
+
+_POLL_S = 0.002
+
+
+class Meetings:
+    """Made by the thread that trains.
+
+    Args:
+        drivers: Of all optimizers, by number; others fill it.
+        send: Sends a message to the coordinator.
+        check: Raises what stopped this process's engines or threads, if anything did.
+    """
+
+    def __init__(
+        self, drivers: Mapping[int, StepDriver], send: Callable[[Message], None], check: Callable[[], None]
+    ) -> None:
+        self._drivers = drivers
+        self._check = check
+        self._inactivity = Inactivity(drivers, send)
+        self._training_thread = threading.get_ident()
+
+    @contextlib.contextmanager
+    def inactive(self, reason: str, *, out_of_data: bool) -> Iterator[None]:
+        """See `Runtime.inactive`."""
+        for driver in list(self._drivers.values()):
+            driver.finish_step()
+        began_s = time.monotonic()
+        try:
+            with self._inactivity.during(reason, out_of_data=out_of_data):
+                yield
+        finally:
+            for driver in self._drivers.values():
+                driver.timer.add_outside(time.monotonic() - began_s)
+
+    @contextlib.contextmanager
+    def meeting(self, reason: str, deadline_s: float, *, out_of_data: bool) -> Iterator[None]:
+        """See `Runtime.meeting`."""
+        with self.inactive(reason, out_of_data=out_of_data):
+            if not self._inactivity.nested and threading.get_ident() == self._training_thread:
+                self.meet(reason, deadline_s, out_of_data=out_of_data)
+            yield
+
+    def finished(self) -> None:
+        """The training thread is inactive from now on."""
+        self._inactivity.enter("finished", out_of_data=True)
+
+    def meet(self, reason: str, deadline_s: float, *, out_of_data: bool) -> None:
+        """Wait, inactive, until all ranks are at one step, catching up with them.
+
+        Raises:
+            DeadlineError: They did not get there in time.
+        """
+        limit_s, asked = time.monotonic() + deadline_s, False
+        while True:
+            # One that was dropped has no reference left, and its helper may have ended on some ranks already.
+            own = [driver.position() for driver in list(self._drivers.values()) if not driver.dropped]
+            found = gather_positions(own, self._check, deadline_s, reason)
+            if settled(found, asked=asked):
+                return
+            for position in found:
+                if position.manual_step >= 0 and position.optimizer in self._drivers:
+                    self._drivers[position.optimizer].engine.note_manual(position.manual_step)
+            if time.monotonic() > limit_s:
+                raise DeadlineError(
+                    f"ranks did not get to one step within {deadline_s:g} s at {reason}: {unsettled_text(found)}"
+                )
+            if asked:
+                time.sleep(_POLL_S)  # Something is on its way: a step that ends, or the message that it has.
+            self._catch_up(own, reason, out_of_data=out_of_data)
+            asked = True
+
+    def _catch_up(self, own: list[Position], reason: str, *, out_of_data: bool) -> None:
+        """Present, as long as nothing forbids it: an averaging of local steps, for one, is made of those present."""
+        stays_inactive = any(position.mid_step for position in own)
+        if not stays_inactive:
+            self._inactivity.leave(reason)
+        try:
+            for position in own:
+                driver = self._drivers.get(position.optimizer)
+                if driver is not None and not position.mid_step:
+                    behind = not position.out_of_common_steps and position.step < position.next_step
+                    driver.catch_up()
+                    if behind and driver.active_mode is None:
+                        driver.engine.note_joined()
+        finally:
+            if not stays_inactive:
+                self._inactivity.enter(reason, out_of_data=out_of_data)
