@@ -159,7 +159,7 @@ def _phase(name: str, job: _Job, ports: Sequence[Address], args: argparse.Namesp
 
 
 def summarize(phases: Sequence[Figures], ends_s: Sequence[float], entries_s: Sequence[Entry]) -> dict[str, Figures]:
-    """Per kind of phase: medians of step time and processor time, beside the quiet phase before, and the worst of others.
+    """Per kind of phase: medians of step time and processor time, beside the quiet phase before, and the worst of rest.
 
     Args:
         phases: In order; see `_phase`.

@@ -21,7 +21,7 @@ from typing import Any
 
 import zmq
 
-from star_hvd.channel.gate import BURST, RATE_PER_S, Share, lift, limit
+from star_hvd.channel.gate import RATE_PER_S, Share, lift, limit
 from star_hvd.channel.options import keep_alive
 from star_hvd.threads import supervised
 
@@ -46,6 +46,7 @@ _PAUSE_S = 0.1
 _BATCH = 256
 _TRIM_S, _TRIM_BYTES = 2.0, 1 << 20  # Giving memory back takes up to tens of milliseconds, under the allocator's lock.
 _NEW_S = 0.1
+_BURST = 2  # Times what may be pending: connections that may come at once where none came before.
 _UNLIMITED: tuple[float, frozenset[str]] = (1.0, frozenset())
 _EVENT = struct.Struct("=Hi")  # A monitor's event: its number, and the descriptor or another value.
 _WARN_AT = 20  # Rejected connections; a few may be a port scan, or a rank that was slow once.
@@ -160,7 +161,7 @@ class DoorWatch:
             self._max_pending,
             self._handshake_s,
             RATE_PER_S,
-            BURST,
+            _BURST * self._max_pending,
         )
 
 
@@ -255,7 +256,7 @@ class _Door:
 
     def limit(self, now_s: float) -> None:
         """Take no more connections per second than `gate` allows."""
-        self._share.turn(now_s)
+        self._share.turn(now_s, _BURST * self.max_pending)
         wanted = (self._share.value, self.known) if self._share.value < 1.0 else _UNLIMITED
         if wanted != self._limit:
             self._limit, self._limited = wanted, True

@@ -18,11 +18,9 @@ import socket
 import struct
 from collections.abc import Iterable
 
-__all__ = ["BURST", "RATE_PER_S", "SEGMENT_BYTES", "Share", "lift", "limit", "loopback_source", "resolve", "route"]
+__all__ = ["RATE_PER_S", "SEGMENT_BYTES", "Share", "lift", "limit", "loopback_source", "resolve", "route"]
 
 RATE_PER_S = 30.0
-BURST = 64
-"""Connections that may come at once where none came before."""
 SEGMENT_BYTES = 512
 """A handshake's largest message is INITIATE: 257 bytes and the metadata, of which a rank's name is the longest part."""
 
@@ -50,22 +48,23 @@ class Share:
 
     def __init__(self, now_s: float) -> None:
         self.value = 1.0
-        self._credit, self._since_s, self._count = float(BURST), now_s, 0
+        self._spent, self._since_s, self._count = 0.0, now_s, 0  # Of the burst.
 
     def note(self) -> None:
         """Another of them was accepted."""
         self._count += 1
 
-    def turn(self, now_s: float) -> None:
-        """Adapt the share to what came since it was adapted last."""
+    def turn(self, now_s: float, burst: int) -> None:
+        """Adapt the share to what came since it was adapted last; `burst` may come at once where none came before."""
         lasted_s, due = now_s - self._since_s, RATE_PER_S * (now_s - self._since_s)
-        flooded = self._count > self._credit + due
+        spent = self._spent + self._count - due
+        flooded = spent > burst
         if lasted_s < _WINDOW_S and not (flooded and self._count > 2.0 * RATE_PER_S * _WINDOW_S):
             return
         factor = min(2.0, max(1.0 / _FASTEST, due / max(1, self._count)))
         if flooded or factor > 1.0:
             self.value = min(1.0, max(_LEAST, self.value * factor))
-        self._credit = min(float(BURST), max(0.0, self._credit + due - self._count))
+        self._spent = min(float(burst), max(0.0, spent))
         self._since_s, self._count = now_s, 0
 
 

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from star_hvd.channel import gate
-from star_hvd.channel.gate import BURST, RATE_PER_S, SEGMENT_BYTES, Share, lift, limit, loopback_source, route
+from star_hvd.channel.gate import RATE_PER_S, SEGMENT_BYTES, Share, lift, limit, loopback_source, route
 
 KEY = b"k" * 40
+BURST = 32
 LOOK_S = 0.02  # The door looks as often while connections come.
 SOON_S, IN_S = 0.3, 30.0
 linux = pytest.mark.skipif(sys.platform != "linux", reason="filters of sockets, and the whole of 127.0.0.0/8")
@@ -27,7 +28,7 @@ def let_in(share: Share, requests_per_s: float, begin_s: float, seconds: float, 
             if dice.random() < share.value:
                 share.note()
                 accepted += 1
-        share.turn(begin_s + (look + 1) * LOOK_S)
+        share.turn(begin_s + (look + 1) * LOOK_S, BURST)
     return accepted
 
 
@@ -46,7 +47,7 @@ def test_few_are_never_kept_waiting() -> None:
     share, dice = Share(0.0), random.Random(0)
     for _ in range(BURST):
         share.note()
-    share.turn(LOOK_S)
+    share.turn(LOOK_S, BURST)
     assert share.value == 1.0, "a job that starts"
     let_in(share, RATE_PER_S, 2.0, 60.0, dice)
     assert share.value == 1.0
