@@ -103,7 +103,7 @@ def test_a_crowd_at_a_socket_of_a_rank(kind: str, count: int) -> None:
             router.send_multipart([b"stays", b"and you"])
             assert stays.poll(1e3 * IN_S) and stays.recv() == b"and you", "a rank that was in is still in"
         stays.close(linger=0)
-        assert made[0] > count and own.denied > count / 2
+        assert made[0] > count and own.denied > door.MAX_PENDING, "most are not even let in"
 
 
 @pytest.mark.slow
