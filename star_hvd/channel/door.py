@@ -3,7 +3,8 @@
 ZeroMQ accepts every connection, allocates memory for a message before the handshake is complete, and does not limit
 their number. A socket's monitor gives the descriptor of every accepted connection; here those with an incomplete
 handshake are kept in a list, and the least likely ones are shut down where there are too many or the handshake takes
-too long. A rank of the job that is shut down by mistake reconnects.
+too long. A rank of the job that is shut down by mistake reconnects. How many come per second is limited by the kernel
+(`gate`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import zmq
 
+from star_hvd.channel.gate import RATE_PER_S, Share, lift, limit
 from star_hvd.channel.options import keep_alive
 from star_hvd.threads import supervised
 
@@ -39,14 +41,18 @@ DATA_BYTES = (1 << 22) + SLACK_BYTES
 """The largest `Config.chunk_bytes`. A rank's own socket accepts messages of its own `chunk_bytes` only."""
 
 _POLL_MS = 250
+_SOON_MS, _LOOK_S = 20, 1.0  # After a handshake, until its connection is found in the list.
+_PAUSE_S = 0.1
 _BATCH = 256
-_TRIM_S = 0.3
+_TRIM_S, _TRIM_BYTES = 2.0, 1 << 20  # Giving memory back takes up to tens of milliseconds, under the allocator's lock.
 _NEW_S = 0.1
+_BURST = 2  # Times what may be pending: connections that may come at once where none came before.
+_UNLIMITED: tuple[float, frozenset[str]] = (1.0, frozenset())
 _EVENT = struct.Struct("=Hi")  # A monitor's event: its number, and the descriptor or another value.
 _WARN_AT = 20  # Rejected connections; a few may be a port scan, or a rank that was slow once.
 
-# In `struct tcp_info` of Linux: bytes the other side has acknowledged.
-_TCP_INFO_BYTES, _BYTES_ACKED = 128, 120
+# In `struct tcp_info` of Linux: bytes the other side has acknowledged, and bytes received, which follow.
+_TCP_INFO_BYTES, _BYTES_ACKED = 136, 120
 _WELCOMED_BYTES, _ADMITTED_BYTES = 234, 240
 """Bytes that a peer has acknowledged after WELCOME and after READY. The server's greeting has 64 bytes, its WELCOME,
 for which the peer has to know the server's public key, 170, and the READY after an accepted key at least 54."""
@@ -87,6 +93,7 @@ class DoorWatch:
 
     def __init__(self, max_pending: int = MAX_PENDING, handshake_s: float = HANDSHAKE_S) -> None:
         self._max_pending, self._handshake_s = max_pending, handshake_s
+        self._known: frozenset[str] = frozenset()
         self._doors: list[_Door] = []
         self._stop = threading.Event()
         self._warned = False
@@ -107,9 +114,16 @@ class DoorWatch:
         for door in self._doors:
             door.max_pending = self._max_pending
 
+    def know(self, addresses: Iterable[str]) -> None:
+        """Connections from these IPv4 addresses, the job's own, are always let in."""
+        self._known = frozenset(addresses)
+        for door in self._doors:
+            door.known = self._known
+
     def watch(self, router: zmq.Socket[Any]) -> None:
         """Watch a server's socket, which must not be bound yet."""
         door = _Door(router.get_monitor_socket(self._EVENTS), self._max_pending, self._handshake_s)
+        door.known = self._known
         door.thread = supervised(self._run, "star-door", args=(door,), critical=False)
         self._doors.append(door)
         door.thread.start()
@@ -126,8 +140,11 @@ class DoorWatch:
         with contextlib.suppress(zmq.ZMQError):  # The context may end first.
             while door.take_events() and not (self._stop.is_set() and not door.monitor.poll(0)):
                 door.sweep(time.monotonic())
+                door.limit(time.monotonic())
                 door.trim(time.monotonic())
                 self._warn()
+                if door.limited:  # Events are handled together: each time this thread wakes, it takes the interpreter.
+                    self._stop.wait(_PAUSE_S)
             door.monitor.close(linger=0)
 
     def _warn(self) -> None:
@@ -136,12 +153,15 @@ class DoorWatch:
         self._warned = True
         logger.warning(
             "%d connections without a key of this job were rejected so far, %d of them because more than %d were "
-            "pending or after %g s; training goes on. Use an interface that others cannot reach (STAR_INTERFACE, "
+            "pending or after %g s; training goes on. From addresses that are not of this job, no more than %g per "
+            "second are let in, %d at once. Use an interface that others cannot reach (STAR_INTERFACE, "
             "STAR_HOST), or a firewall; `denied_connections` of the report has the present count",
             self.denied,
             self.evicted,
             self._max_pending,
             self._handshake_s,
+            RATE_PER_S,
+            _BURST * self._max_pending,
         )
 
 
@@ -154,16 +174,26 @@ class _Door:
         self.evicted = 0
         self._accepted = self._succeeded = self._disconnected = 0
         self.max_pending, self._handshake_s = max_pending, handshake_s
-        self._port, self._trimmed, self._trim_at_s = -1, 0, 0.0
+        self.known: frozenset[str] = frozenset()
+        self._port, self._listener = -1, -1
+        self._untrimmed_bytes, self._trim_at_s = 0, 0.0
+        self._share = Share(time.monotonic())
+        self._limit, self._limited = _UNLIMITED, False  # Now, and whether it ever was: connections keep their filter.
+        self._look_until_s = 0.0
         self._pending: dict[int, float] = {}  # Descriptor of a connection to when it was accepted.
 
     @property
     def denied(self) -> int:
         return max(0, min(self._accepted - self._succeeded, self._disconnected))
 
+    @property
+    def limited(self) -> bool:
+        """Whether the kernel drops requests for connections now."""
+        return self._limit != _UNLIMITED
+
     def take_events(self) -> bool:
         """Wait for monitor events and handle them; False when the socket is closed."""
-        if not self.monitor.poll(_POLL_MS):
+        if not self.monitor.poll(_SOON_MS if time.monotonic() < self._look_until_s else _POLL_MS):
             return True
         now_s = time.monotonic()
         with contextlib.suppress(zmq.Again):
@@ -173,13 +203,18 @@ class _Door:
                 if event == zmq.EVENT_ACCEPTED:
                     self._accepted += 1
                     self._pending[value] = now_s
+                    if not self._is_known(value):
+                        self._share.note()
+                    elif self._limited:
+                        self._lift(value)
                 elif event == zmq.EVENT_DISCONNECTED:
                     self._disconnected += 1
                     self._pending.pop(value, None)
                 elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._succeeded += 1
+                    self._look_until_s = now_s + _LOOK_S if self._limited else 0.0
                 elif event == zmq.EVENT_LISTENING:
-                    self._port = int(endpoint.rsplit(b":", 1)[1])
+                    self._port, self._listener = int(endpoint.rsplit(b":", 1)[1]), value
                 else:
                     return False
         return True
@@ -187,7 +222,7 @@ class _Door:
     def sweep(self, now_s: float) -> None:
         """Shut down handshakes that take too long, and the least likely ones where there are too many."""
         overdue = {d for d, since_s in self._pending.items() if now_s - since_s > self._handshake_s}
-        if not overdue and len(self._pending) <= self.max_pending:
+        if not overdue and len(self._pending) <= self.max_pending and now_s >= self._look_until_s:
             return
         progress = {descriptor: self._progress(descriptor) for descriptor in self._pending}
         waiting = [d for d, done in progress.items() if done < _ADMITTED_BYTES]
@@ -197,6 +232,8 @@ class _Door:
             del self._pending[descriptor]
         for descriptor in progress.keys() - waiting:
             del self._pending[descriptor]
+            if self._limited:
+                self._lift(descriptor)
 
     def _unlikely(self, waiting: list[int], progress: dict[int, int], now_s: float) -> list[int]:
         """Incomplete handshakes in the order in which they are shut down.
@@ -217,12 +254,34 @@ class _Door:
 
         return sorted(waiting, key=order)
 
+    def limit(self, now_s: float) -> None:
+        """Take no more connections per second than `gate` allows."""
+        self._share.turn(now_s, _BURST * self.max_pending)
+        wanted = (self._share.value, self.known) if self._share.value < 1.0 else _UNLIMITED
+        if wanted != self._limit:
+            self._limit, self._limited = wanted, True
+            with contextlib.suppress(OSError), _lent(self._listener) as listener:  # Closed, or no system for it.
+                if listener.getsockname()[1:] == (self._port,):
+                    limit(listener, *wanted)
+
     def trim(self, now_s: float) -> None:
         """Return the memory of unauthenticated messages to the system, which the C library would keep."""
-        if self.evicted > self._trimmed and now_s >= self._trim_at_s:
-            self._trimmed, self._trim_at_s = self.evicted, now_s + _TRIM_S
+        if self._untrimmed_bytes >= _TRIM_BYTES and now_s >= self._trim_at_s:
+            self._untrimmed_bytes, self._trim_at_s = 0, now_s + _TRIM_S
             with contextlib.suppress(AttributeError):  # Not in every C library.
                 ctypes.CDLL(None).malloc_trim(0)
+
+    def _lift(self, descriptor: int) -> None:
+        with contextlib.suppress(OSError), _lent(descriptor) as connection:
+            if connection.getsockname()[1:] == (self._port,):
+                lift(connection)
+
+    def _is_known(self, descriptor: int) -> bool:
+        try:
+            with _lent(descriptor) as connection:
+                return connection.getpeername()[0] in self.known
+        except OSError:
+            return False
 
     def _progress(self, descriptor: int) -> int:
         """Bytes of the handshake that the peer has acknowledged; `_ADMITTED_BYTES` where the connection is gone."""
@@ -230,8 +289,7 @@ class _Door:
             with _lent(descriptor) as connection:
                 if connection.getsockname()[1:] != (self._port,):  # The descriptor was reused.
                     return _ADMITTED_BYTES
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-                return int(struct.unpack_from("<Q", info, _BYTES_ACKED)[0])
+                return _acked_and_received(connection)[0]
         except OSError:
             return _ADMITTED_BYTES
 
@@ -239,8 +297,15 @@ class _Door:
         with contextlib.suppress(OSError), _lent(descriptor) as connection:  # Closed meanwhile.
             if connection.getsockname()[1:] == (self._port,):
                 self.evicted += 1
+                self._untrimmed_bytes += _acked_and_received(connection)[1]
                 # ZeroMQ's thread then reads the end of the stream and closes it.
                 connection.shutdown(socket.SHUT_RDWR)
+
+
+def _acked_and_received(connection: socket.socket) -> tuple[int, int]:
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    acked, received = struct.unpack_from("<QQ", info, _BYTES_ACKED)
+    return int(acked), int(received)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from star_hvd import env
 from star_hvd.channel.door import DATA_BYTES, DoorWatch, set_limits
+from star_hvd.channel.gate import loopback_source, resolve, route
 from star_hvd.errors import ChannelError
 
 __all__ = ["JobKey", "KeyPair", "Keyring", "Peer", "PrivateFolder", "own_address"]
@@ -119,29 +120,34 @@ class JobKey:
         own: The pair of this process.
         server: The pair of the server that this rank may start.
         admitted: Public keys that servers accept: those of all ranks and their servers.
+        sources: IPv4 addresses that the job's connections come from, as far as they are known.
     """
 
-    def __init__(self, own: KeyPair, server: KeyPair, admitted: Iterable[bytes]) -> None:
+    def __init__(
+        self, own: KeyPair, server: KeyPair, admitted: Iterable[bytes], sources: Iterable[str] = ()
+    ) -> None:
         self.own, self.server, self.admitted = own, server, frozenset(admitted)
+        self.sources = frozenset(sources)
 
     @classmethod
     def new(cls, admitted: Iterable[bytes] = ()) -> JobKey:
-        """Fresh pairs, which also admit each other."""
+        """Fresh pairs on one host, which also admit each other."""
         own, server = KeyPair(), KeyPair()
-        return cls(own, server, {own.public, server.public, *admitted})
+        keys = {own.public, server.public, *admitted}
+        return cls(own, server, keys, map(loopback_source, keys))
 
     def __repr__(self) -> str:
         return f"JobKey({self.own!r}, {len(self.admitted)} admitted)"
 
     def for_server(self) -> dict[str, Any]:
         """Values for this rank's server, with a secret key: to be sent over its inherited socket only."""
-        return {"pair": self.server.hand_over(), "admitted": sorted(self.admitted)}
+        return {"pair": self.server.hand_over(), "admitted": sorted(self.admitted), "sources": sorted(self.sources)}
 
     @classmethod
     def of_server(cls, values: Mapping[str, Any]) -> JobKey:
         """The inverse of `for_server`, in the server."""
         pair = KeyPair.taken_over(values["pair"])
-        return cls(pair, pair, (bytes(key) for key in values["admitted"]))
+        return cls(pair, pair, (bytes(key) for key in values["admitted"]), map(str, values["sources"]))
 
     def callback(self, domain: str, key: bytes) -> bool:
         """For the authenticator: whether a public key belongs to this job."""
@@ -212,11 +218,19 @@ class Keyring:
         self.peers = peers
         self._known.keys = frozenset(peer.public_key for peer in peers)
         self._door.expect(2 * len(peers))  # A rank may have one connection for fetches and one for pushes.
+        self._door.know(self._sources())
+
+    def _sources(self) -> frozenset[str]:
+        """Addresses that the job's connections come from."""
+        near = [peer for peer in self.peers if peer.host.startswith("127.")]
+        hosts = {peer.host for peer in self.peers} - {peer.host for peer in near}
+        keys = [key for peer in near for key in (peer.public_key, peer.server_key)]
+        return frozenset(filter(None, [*map(loopback_source, keys), *map(resolve, hosts)]))
 
     def job_key(self) -> JobKey:
         """The keys for parameter servers; after `admit`."""
         servers = {peer.server_key for peer in self.peers if peer.server_key}
-        return JobKey(self.pair, self.server_pair, self._known.keys | servers)
+        return JobKey(self.pair, self.server_pair, self._known.keys | servers, self._sources())
 
     def server(self, host: str, max_bytes: int = DATA_BYTES) -> tuple[zmq.Socket[Any], int]:
         """A bound ROUTER that accepts ranks of this job only, and its port.
@@ -258,7 +272,7 @@ class Keyring:
             dealer.connect(f"ipc://{peer.tensor_path}")
             return dealer
         self.pair.join(dealer, peer.public_key)
-        dealer.connect(f"tcp://{peer.host}:{port}")
+        dealer.connect(route(self.public_key, peer.host, port))
         return dealer
 
     def close(self) -> None:

@@ -18,6 +18,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from star_hvd.channel.door import DoorWatch, set_limits
+from star_hvd.channel.gate import route
 from star_hvd.channel.keys import JobKey
 from star_hvd.errors import ChannelError
 from star_hvd.ps.common.wire import MAX_MESSAGE_BYTES
@@ -80,6 +81,7 @@ class Door:
     def __init__(self, context: zmq.Context[Any], key: JobKey, host: str, port: int = 0) -> None:
         self._watch = DoorWatch()
         self.expect(len(key.admitted))
+        self._watch.know(key.sources)
         self._authenticator = ThreadAuthenticator(context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback("*", credentials_provider=key)
@@ -124,7 +126,9 @@ def connect(context: zmq.Context[Any], key: JobKey, endpoint: Endpoint, identity
     set_limits(dealer, MAX_MESSAGE_BYTES)
     dealer.linger = 500
     dealer.setsockopt(zmq.IDENTITY, identity)
-    if not endpoint.local:
-        key.own.join(dealer, endpoint.public_key)
-    dealer.connect(endpoint.address)
+    if endpoint.local:
+        dealer.connect(endpoint.address)
+        return dealer
+    key.own.join(dealer, endpoint.public_key)
+    dealer.connect(route(key.own.public, endpoint.host, endpoint.port))
     return dealer

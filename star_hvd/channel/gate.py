@@ -1,0 +1,142 @@
+"""How many requests for a connection a listening socket takes per second from addresses that are not of the job.
+
+ZeroMQ accepts everybody, which costs 0.1 to 0.2 ms of processor time per connection. Where more come than `RATE_PER_S`,
+the kernel drops a share of their requests (a classic BPF filter at the listening socket), which costs a microsecond;
+whoever is dropped asks again after a second. Those that are let in may send messages of a handshake only, until `lift`.
+Nothing from addresses of the job is dropped. Ranks that share a host connect from addresses of 127.0.0.0/8 that follow
+from their public keys, so that they differ from other users'.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import ipaddress
+import socket
+import struct
+from collections.abc import Iterable
+
+__all__ = ["RATE_PER_S", "SEGMENT_BYTES", "Share", "lift", "limit", "loopback_source", "resolve", "route"]
+
+RATE_PER_S = 30.0
+SEGMENT_BYTES = 512
+"""A handshake's largest message is INITIATE: 257 bytes and the metadata, of which a rank's name is the longest part."""
+
+_WINDOW_S = 0.25
+_LEAST = 2.0**-12
+_FASTEST = 8.0  # A share is divided by this at most, as what comes now was let in before.
+
+_ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux; Python names neither.
+_INSTRUCTION = struct.Struct("=HBBI")  # Code, jump if true, jump if false, operand.
+_LOAD_BYTE, _LOAD_WORD, _LOAD_LENGTH, _SHIFT_RIGHT, _SHIFT_LEFT = 0x30, 0x20, 0x80, 0x74, 0x64
+_TO_INDEX, _SUBTRACT_INDEX, _JUMP, _RETURN = 0x07, 0x1C, 0x05, 0x06
+_JUMP_EQUAL, _JUMP_GREATER, _JUMP_NOT_LESS, _JUMP_SET = 0x15, 0x25, 0x35, 0x45
+_OFFSET_AT, _FLAGS_AT, _SYN = 12, 13, 2  # In TCP's header, at which the filter's view of a segment begins.
+_SOURCE_AT = 0xFFF00000 + 12  # In IP's header.
+_RANDOM_AT = 0xFFFFF000 + 56
+_BLOCK, _MOST_ADDRESSES = 128, 1000  # A conditional jump skips 255 instructions at most; a program has 4096.
+
+
+class Share:
+    """The share of others' requests that is let through; used by one thread.
+
+    Args:
+        now_s: Time, in seconds of any clock.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.value = 1.0
+        self._spent, self._since_s, self._count = 0.0, now_s, 0  # Of the burst.
+
+    def note(self) -> None:
+        """Another of them was accepted."""
+        self._count += 1
+
+    def turn(self, now_s: float, burst: int) -> None:
+        """Adapt the share to what came since it was adapted last; `burst` may come at once where none came before."""
+        lasted_s, due = now_s - self._since_s, RATE_PER_S * (now_s - self._since_s)
+        spent = self._spent + self._count - due
+        flooded = spent > burst
+        if lasted_s < _WINDOW_S and not (flooded and self._count > 2.0 * RATE_PER_S * _WINDOW_S):
+            return
+        factor = min(2.0, max(1.0 / _FASTEST, due / max(1, self._count)))
+        if flooded or factor > 1.0:
+            self.value = min(1.0, max(_LEAST, self.value * factor))
+        self._spent = min(float(burst), max(0.0, spent))
+        self._since_s, self._count = now_s, 0
+
+
+def limit(listener: socket.socket, share: float, known: Iterable[str]) -> None:
+    """Let a share of the requests for a connection through, and everything from known addresses.
+
+    Connections that are accepted inherit the filter: from others they take segments of `SEGMENT_BYTES` at most.
+
+    Args:
+        listener: A listening TCP socket.
+        share: 0 to 1; with 1 the filter is removed.
+        known: IPv4 addresses.
+
+    Raises:
+        OSError: This system has no such filters, or the socket is closed.
+    """
+    if share >= 1.0:
+        lift(listener)
+        return
+    code = _program(share, sorted({int(ipaddress.IPv4Address(address)) for address in known})[:_MOST_ADDRESSES])
+    program = ctypes.create_string_buffer(b"".join(_INSTRUCTION.pack(*instruction) for instruction in code))
+    listener.setsockopt(socket.SOL_SOCKET, _ATTACH, struct.pack("@HP", len(code), ctypes.addressof(program)))
+
+
+def lift(connection: socket.socket) -> None:
+    """Take everything from now on; what was dropped is sent again.
+
+    Raises:
+        OSError: This system has no such filters, or the socket is closed.
+    """
+    with contextlib.suppress(FileNotFoundError):  # It has none.
+        connection.setsockopt(socket.SOL_SOCKET, _DETACH, 0)
+
+
+def _program(share: float, known: list[int]) -> list[tuple[int, int, int, int]]:
+    take, drop = (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)
+    code = [(_LOAD_WORD, 0, 0, _SOURCE_AT)]
+    for begin in range(0, len(known), _BLOCK):
+        block = known[begin : begin + _BLOCK]
+        code += [(_JUMP_EQUAL, len(block) - index, 0, address) for index, address in enumerate(block)]
+        code += [(_JUMP, 0, 0, 1), take]
+    code += [(_LOAD_BYTE, 0, 0, _FLAGS_AT), (_JUMP_SET, 0, 4, _SYN)]
+    code += [(_LOAD_WORD, 0, 0, _RANDOM_AT), (_JUMP_NOT_LESS, 1, 0, int(share * 0xFFFFFFFF)), take, drop]
+    code += [(_LOAD_BYTE, 0, 0, _OFFSET_AT), (_SHIFT_RIGHT, 0, 0, 4), (_SHIFT_LEFT, 0, 0, 2), (_TO_INDEX, 0, 0, 0)]
+    code += [(_LOAD_LENGTH, 0, 0, 0), (_SUBTRACT_INDEX, 0, 0, 0), (_JUMP_GREATER, 1, 0, SEGMENT_BYTES), take, drop]
+    return code
+
+
+def loopback_source(public_key: bytes) -> str:
+    """The address of 127.0.0.0/8 from which the owner of a key connects to its own host."""
+    digest = hashlib.sha256(public_key).digest()
+    return f"127.{1 + digest[0] % 254}.{digest[1]}.{1 + digest[2] % 254}"
+
+
+def resolve(host: str) -> str | None:
+    """The IPv4 address of a host, None where it is not known."""
+    with contextlib.suppress(OSError):
+        return socket.gethostbyname(host)
+    return None
+
+
+def route(public_key: bytes, host: str, port: int) -> str:
+    """The endpoint that the owner of a key connects to."""
+    source = loopback_source(public_key)
+    own = f"{source}:0;" if host.startswith("127.") and _usable(source) else ""
+    return f"tcp://{own}{host}:{port}"
+
+
+@functools.cache
+def _usable(source: str) -> bool:
+    """Whether this system has the whole of 127.0.0.0/8, as Linux has."""
+    with contextlib.suppress(OSError), socket.socket() as probe:
+        probe.bind((source, 0))
+        return True
+    return False
