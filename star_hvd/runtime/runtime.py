@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import zmq
 from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object
@@ -167,7 +168,7 @@ class Runtime:
         self.reference_samples = float(config.reference_samples)
         self._inactivity = Inactivity(self.drivers, lambda message: self.agent.send(message))
         self._had_dropped = self._had_mixed = False
-        self._training_thread = threading.get_ident()
+        self._training_thread = threading.current_thread()
         self._sources: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
         self._bye = threading.Event()
         self._lost: list[int] = []
@@ -288,6 +289,16 @@ class Runtime:
         self.services.forget(driver.number)
         _close_log(driver)
 
+    def note_step(self) -> None:
+        """The calling thread has collected the gradients of a step: it is the one that trains."""
+        self.steps_ended += 1
+        self._training_thread = threading.current_thread()
+
+    def _in_training_thread(self) -> bool:
+        """Whether the calling thread trains, or is the program's main one, which goes on where that has ended."""
+        caller, trains = threading.current_thread(), self._training_thread
+        return caller is trains or (caller is threading.main_thread() and not trains.is_alive())
+
     @property
     def trains(self) -> bool:
         """Whether there is an optimizer, or was one that ended by being dropped, which ranks learn one by one."""
@@ -328,10 +339,11 @@ class Runtime:
             DeadlineError: Not all ranks came, or they did not get to one step, within `step_deadline_s`.
         """
         with self.inactive(reason, out_of_data=out_of_data):
-            if not self._inactivity.nested and threading.get_ident() == self._training_thread:
+            if not self._inactivity.nested and self._in_training_thread():
                 self._meet(reason, self.config.step_deadline_s, out_of_data=out_of_data)
             yield
 
+    @torch.inference_mode(False)  # The program may evaluate in it; what is made in it may not be changed afterwards.
     def _meet(self, reason: str, deadline_s: float, *, out_of_data: bool) -> None:
         limit_s, asked = time.monotonic() + deadline_s, False
         while True:
@@ -371,11 +383,13 @@ class Runtime:
 
     # ---- looking after the job -----------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def finish_steps(self) -> None:
         """Wait for the ends of overlapped steps."""
         for driver in list(self.drivers.values()):
             driver.finish_step()
 
+    @torch.inference_mode(False)
     def catch_up(self) -> None:
         """Bring the parameters of all optimizers up to date; only outside forward and backward."""
         for driver in self.drivers.values():
