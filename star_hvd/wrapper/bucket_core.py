@@ -495,7 +495,7 @@ class BucketCore:
         self._reset()
         self._result, self._outcome = result, "late" if result is None else "member"
         if manual:  # No step() may follow.
-            self._writes.step_ended(self.driver.engine.replica.writes)
+            self._watch_program()
             self.driver.timer.start()  # The wait is not this rank's own work.
 
     def _may_overlap(self, whole: str | None) -> bool:
@@ -532,9 +532,15 @@ class BucketCore:
         else:  # step() inside skip_synchronize() without a synchronize(): a purely local step, as in Horovod.
             with engine.replica.writing():
                 value = engine.applier.step(None, clip=False)
-        if outcome in ("member", "late") and self.driver.active_mode is None and engine.agreement.pinned is None:
-            self._writes.step_ended(engine.replica.writes)
+        if outcome in ("member", "late"):
+            self._watch_program()
         return value
+
+    def _watch_program(self) -> None:
+        """Where a relaxed mode may come, what the program writes to parameters from here on is looked for."""
+        engine, may_relax = self.driver.engine, not self._exact and (self._plan is None or self._plan.relaxed)
+        if may_relax and self.driver.active_mode is None and engine.agreement.pinned is None:
+            self._writes.step_ended(engine.replica.writes)
 
     def step_with_closure(self, closure: Closure) -> Any:
         """A step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""
@@ -561,6 +567,7 @@ class BucketCore:
         """Include parameters of a new group. Collective: all ranks add them after the same step."""
         self.finish_step()
         raise_if_relaxed(self.driver.engine)
+        self._writes.parameters_added()
         self._add([param for param in params if param.requires_grad and param not in self._where])
         self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))
         if self._overlap is not None:

@@ -40,6 +40,10 @@ class ProgramWrites:
         self._steps += 1
         self._left = writes, self._versions(), self._memory()
 
+    def parameters_added(self) -> None:
+        """What was seen is not comparable any more."""
+        self._left = None
+
     def found(self, writes: int) -> bool:
         """Gradients come. Whether the program has a habit of changing parameters, or did in the first steps.
 

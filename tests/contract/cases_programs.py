@@ -162,7 +162,7 @@ def evaluation_in_inference_mode(ctx: Context) -> None:
 
 @case(ranks=(2,), modes=("sync",), last=True)
 def training_in_another_thread(ctx: Context) -> None:
-    """The optimizer is made here, and another thread trains; replicas are equal behind its collectives, and then here."""
+    """The optimizer is made here, and another thread trains; replicas are equal behind collectives of both."""
     model, optimizer = _in_relaxed_mode(ctx)
     seen: list[Values] = []
 

@@ -36,6 +36,15 @@ def test_a_change_in_the_first_steps_is_found(seen: bool) -> None:
     assert writes.found(7)
 
 
+def test_parameters_that_were_added_are_no_change() -> None:
+    param, writes = made()
+    writes.step_ended(0)
+    with torch.no_grad():
+        param.mul_(0.5)
+    writes.parameters_added()
+    assert not writes.found(0)
+
+
 def test_what_this_package_writes_is_not_the_programs() -> None:
     param, writes = made()
     writes.step_ended(0)
