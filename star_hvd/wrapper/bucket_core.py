@@ -140,6 +140,7 @@ class BucketCore:
         self._config = config
         self._attached: tuple[runtime.Runtime, StepDriver] | None = None
         self._timeline: StepTimeline | None = None
+        self._writes: ProgramWrites | None = None
         _cores.add(self)
         params = _trainable(inner.param_groups)
         self._add(params if run is None else same_on_all_ranks(params, names))
@@ -317,7 +318,7 @@ class BucketCore:
         """Put a parameter's gradient, complete or missing, into its bucket."""
         if param in self._given:
             return
-        if not self._given and self._writes.found(self.driver.engine.replica.writes):
+        if not self._given and self._writes and self._writes.found(self.driver.engine.replica.writes):
             self.driver.pin(_WRITES)
         self._end_synchronized()
         self._giving = True  # It stays so where memory runs out on the way.
@@ -539,7 +540,7 @@ class BucketCore:
     def _watch_program(self) -> None:
         """Where a relaxed mode may come, what the program writes to parameters from here on is looked for."""
         engine, may_relax = self.driver.engine, not self._exact and (self._plan is None or self._plan.relaxed)
-        if may_relax and self.driver.active_mode is None and engine.agreement.pinned is None:
+        if self._writes and may_relax and self.driver.active_mode is None and engine.agreement.pinned is None:
             self._writes.step_ended(engine.replica.writes)
 
     def step_with_closure(self, closure: Closure) -> Any:
@@ -567,7 +568,8 @@ class BucketCore:
         """Include parameters of a new group. Collective: all ranks add them after the same step."""
         self.finish_step()
         raise_if_relaxed(self.driver.engine)
-        self._writes.parameters_added()
+        if self._writes:
+            self._writes.parameters_added()
         self._add([param for param in params if param.requires_grad and param not in self._where])
         self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))
         if self._overlap is not None:
