@@ -87,6 +87,30 @@ def _named(function: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
+def _in_graph(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep every optimizer in `sync` where backward goes through an operation: it meets all ranks, within a step.
+
+    Found out in the first backward pass, as with `SyncBatchNorm`, before a relaxed mode can be in force. What the
+    program only looks at, the mean of a loss for example, changes nothing.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        result = function(*args, **kwargs)
+        for output in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(output, torch.Tensor) and output.requires_grad and output.grad_fn is not None:
+                output.register_hook(_stay_in_sync)
+        return result
+
+    return wrapper
+
+
+def _stay_in_sync(grad: torch.Tensor) -> None:
+    run = runtime.current()
+    for driver in list(run.drivers.values()) if run is not None else ():
+        driver.pin("a collective of the program is part of its backward pass", equal_batches=True)
+
+
 def _process_set(signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
     """The argument `process_set` of a call."""
     return signature.bind(*args, **kwargs).arguments.get("process_set", global_process_set)
@@ -122,17 +146,17 @@ def _away(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
     return wrapper
 
 
-allreduce = _away(mpi_ops.allreduce)
+allreduce = _away(_in_graph(mpi_ops.allreduce))
 allreduce_ = _away(mpi_ops.allreduce_)
-grouped_allreduce = _away(mpi_ops.grouped_allreduce)
+grouped_allreduce = _away(_in_graph(mpi_ops.grouped_allreduce))
 grouped_allreduce_ = _away(mpi_ops.grouped_allreduce_)
-allgather = _away(mpi_ops.allgather)
-grouped_allgather = _away(mpi_ops.grouped_allgather)
-broadcast = _away(mpi_ops.broadcast)
+allgather = _away(_in_graph(mpi_ops.allgather))
+grouped_allgather = _away(_in_graph(mpi_ops.grouped_allgather))
+broadcast = _away(_in_graph(mpi_ops.broadcast))
 broadcast_ = _away(mpi_ops.broadcast_)
-alltoall = _away(mpi_ops.alltoall)
-reducescatter = _away(mpi_ops.reducescatter)
-grouped_reducescatter = _away(mpi_ops.grouped_reducescatter)
+alltoall = _away(_in_graph(mpi_ops.alltoall))
+reducescatter = _away(_in_graph(mpi_ops.reducescatter))
+grouped_reducescatter = _away(_in_graph(mpi_ops.grouped_reducescatter))
 allreduce_async = _named(mpi_ops.allreduce_async)
 allreduce_async_ = _named(mpi_ops.allreduce_async_)
 grouped_allreduce_async = _named(mpi_ops.grouped_allreduce_async)

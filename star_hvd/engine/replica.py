@@ -109,6 +109,7 @@ class Replica:
         self.step = 0
         self.state = ReplicaState.CURRENT
         self.computing = True
+        self.writes = 0  # How often live parameters, state or buckets were written to here.
         self.partial = False  # Whether a step is applied to a part of the buckets only.
         self.queue: collections.deque[Result] = collections.deque()
         self._counters = counters
@@ -236,6 +237,7 @@ class Replica:
             try:
                 yield
             finally:
+                self.writes += 1
                 self._written = self._streams.give(PARAMS)
 
     @contextlib.contextmanager

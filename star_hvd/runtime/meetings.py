@@ -11,6 +11,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+import torch
+
 from star_hvd.channel.messages.base import Message
 from star_hvd.engine.meeting import Position, gather_positions, settled, unsettled_text
 from star_hvd.errors import DeadlineError
@@ -23,7 +25,7 @@ _POLL_S = 0.002
 
 
 class Meetings:
-    """Made by the thread that trains.
+    """Made by the thread that trains, until another one takes a step.
 
     Args:
         drivers: Of all optimizers, by number; others fill it.
@@ -37,7 +39,16 @@ class Meetings:
         self._drivers = drivers
         self._check = check
         self._inactivity = Inactivity(drivers, send)
-        self._training_thread = threading.get_ident()
+        self._training_thread = threading.current_thread()
+
+    def note_training_thread(self) -> None:
+        """The calling thread is the one that trains."""
+        self._training_thread = threading.current_thread()
+
+    def _in_training_thread(self) -> bool:
+        """Whether the calling thread trains, or is the program's main one, which goes on where that has ended."""
+        caller, trains = threading.current_thread(), self._training_thread
+        return caller is trains or (caller is threading.main_thread() and not trains.is_alive())
 
     @contextlib.contextmanager
     def inactive(self, reason: str, *, out_of_data: bool) -> Iterator[None]:
@@ -56,7 +67,7 @@ class Meetings:
     def meeting(self, reason: str, deadline_s: float, *, out_of_data: bool) -> Iterator[None]:
         """See `Runtime.meeting`."""
         with self.inactive(reason, out_of_data=out_of_data):
-            if not self._inactivity.nested and threading.get_ident() == self._training_thread:
+            if not self._inactivity.nested and self._in_training_thread():
                 self.meet(reason, deadline_s, out_of_data=out_of_data)
             yield
 
@@ -64,6 +75,7 @@ class Meetings:
         """The training thread is inactive from now on."""
         self._inactivity.enter("finished", out_of_data=True)
 
+    @torch.inference_mode(False)  # The program may evaluate in it; what is made in it may not be changed afterwards.
     def meet(self, reason: str, deadline_s: float, *, out_of_data: bool) -> None:
         """Wait, inactive, until all ranks are at one step, catching up with them.
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import zmq
 from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object
@@ -286,6 +287,11 @@ class Runtime:
         self.services.forget(driver.number)
         _close_log(driver)
 
+    def note_step(self) -> None:
+        """The calling thread has collected the gradients of a step: it is the one that trains."""
+        self.steps_ended += 1
+        self._meetings.note_training_thread()
+
     @property
     def trains(self) -> bool:
         """Whether there is an optimizer, or was one that ended by being dropped, which ranks learn one by one."""
@@ -324,11 +330,13 @@ class Runtime:
 
     # ---- looking after the job -----------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)
     def finish_steps(self) -> None:
         """Wait for the ends of overlapped steps."""
         for driver in list(self.drivers.values()):
             driver.finish_step()
 
+    @torch.inference_mode(False)
     def catch_up(self) -> None:
         """Bring the parameters of all optimizers up to date; only outside forward and backward."""
         for driver in self.drivers.values():

@@ -108,7 +108,9 @@ class ServerSessions:
         Returns:
             Why the plan cannot be carried out here, or None.
         """
-        driver = self._drivers[optimizer_id]
+        driver = self._drivers.get(optimizer_id)
+        if driver is None:  # It was closed while its plan was in the queue.
+            return f"optimizer {optimizer_id} has ended"
         if driver.engine.plan.family == plan.family == "ps":  # The same servers go on under another rule.
             with self._changed:
                 self._serves[optimizer_id, plan.plan_id] = self._session_of(optimizer_id, driver.engine.plan).number

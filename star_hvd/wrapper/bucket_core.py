@@ -34,6 +34,7 @@ from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.overlap import Overlap
+from star_hvd.wrapper.program_writes import ProgramWrites
 from star_hvd.wrapper.same_parameters import same_on_all_ranks
 from star_hvd.wrapper.sparse import SparseGradients
 from star_hvd.wrapper.unweighted import unweighted
@@ -45,6 +46,7 @@ logger = logging.getLogger("star_hvd")
 Closure = Callable[[], Any]
 
 BY_HAND = "the program calls synchronize() itself"
+_WRITES = "the program changes parameters itself between steps, which a rank that is late could not repeat"
 _cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # Of this process; used by the training thread.
 
 _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
@@ -138,6 +140,7 @@ class BucketCore:
         self._config = config
         self._attached: tuple[runtime.Runtime, StepDriver] | None = None
         self._timeline: StepTimeline | None = None
+        self._writes: ProgramWrites | None = None
         _cores.add(self)
         params = _trainable(inner.param_groups)
         self._add(params if run is None else same_on_all_ranks(params, names))
@@ -182,6 +185,7 @@ class BucketCore:
         )
         hyper = HyperRow(self._inner.param_groups)
         applier = Applier(self._inner, self.base, self._buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
+        self._writes = ProgramWrites(applier)
         collective = collective_of_all(driver, applier.streams, ordered=bool(self._overlap_asked))
         engine = self._new_engine(run, driver, initial, applier, collective)
         plan = self._plan
@@ -314,6 +318,8 @@ class BucketCore:
         """Put a parameter's gradient, complete or missing, into its bucket."""
         if param in self._given:
             return
+        if not self._given and self._writes and self._writes.found(self.driver.engine.replica.writes):
+            self.driver.pin(_WRITES)
         self._end_synchronized()
         self._giving = True  # It stays so where memory runs out on the way.
         self._given.add(param)
@@ -398,6 +404,7 @@ class BucketCore:
         self.passes = passes
         self._delay = dict.fromkeys(self._delay, passes)
 
+    @torch.inference_mode(False)
     def refresh_state(self) -> None:
         """Fetch the job's optimizer state, for a checkpoint, where it is not on this rank."""
         self.finish_step()
@@ -466,7 +473,7 @@ class BucketCore:
             manual: The user calls this.
             whole: Why the step may not overlap with the program; None where it may, and is not waited for then.
         """
-        self.run.steps_ended += 1
+        self.run.note_step()
         self.finish_step()
         self._end_synchronized()
         self._accumulation.finish()
@@ -488,8 +495,9 @@ class BucketCore:
             self._sparse.collect()
         self._reset()
         self._result, self._outcome = result, "late" if result is None else "member"
-        if manual:
-            self.driver.timer.start()  # No step() may follow; the wait is not this rank's own work.
+        if manual:  # No step() may follow.
+            self._watch_program()
+            self.driver.timer.start()  # The wait is not this rank's own work.
 
     def _may_overlap(self, whole: str | None) -> bool:
         if self._overlap is None:
@@ -525,7 +533,15 @@ class BucketCore:
         else:  # step() inside skip_synchronize() without a synchronize(): a purely local step, as in Horovod.
             with engine.replica.writing():
                 value = engine.applier.step(None, clip=False)
+        if outcome in ("member", "late"):
+            self._watch_program()
         return value
+
+    def _watch_program(self) -> None:
+        """Where a relaxed mode may come, what the program writes to parameters from here on is looked for."""
+        engine, may_relax = self.driver.engine, not self._exact and (self._plan is None or self._plan.relaxed)
+        if self._writes and may_relax and self.driver.active_mode is None and engine.agreement.pinned is None:
+            self._writes.step_ended(engine.replica.writes)
 
     def step_with_closure(self, closure: Closure) -> Any:
         """A step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""
@@ -552,6 +568,8 @@ class BucketCore:
         """Include parameters of a new group. Collective: all ranks add them after the same step."""
         self.finish_step()
         raise_if_relaxed(self.driver.engine)
+        if self._writes:
+            self._writes.parameters_added()
         self._add([param for param in params if param.requires_grad and param not in self._where])
         self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))
         if self._overlap is not None:

@@ -204,6 +204,7 @@ class Overlap:
         pending = self._pending
         return pending is not None and index in pending.left
 
+    @torch.inference_mode(False)  # The program may evaluate in it; what is made in it may not be changed afterwards.
     def wait(self, index: int) -> None:
         """Return once the mean of a bucket is applied, and its gates are open.
 

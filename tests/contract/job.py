@@ -21,6 +21,7 @@ from tests.contract import (
     cases_api,
     cases_features,
     cases_gradients,
+    cases_programs,
     cases_ranks,
     cases_scaler,
     cases_state,
@@ -36,7 +37,7 @@ import horovod.torch as horovod  # isort: skip
 __all__ = ["case_ids"]
 
 NUMBERS = (cases_values, cases_gradients)
-MODULES = (*NUMBERS, cases_api, cases_step, cases_scaler, cases_features, cases_state, cases_ranks)
+MODULES = (*NUMBERS, cases_api, cases_step, cases_scaler, cases_features, cases_state, cases_ranks, cases_programs)
 CASE_LIMIT_S = 240.0  # Of a case that hangs, on a busy machine.
 RENEWED_EVERY = 6  # Cases; those that follow take longer the more optimizers were left before them.
 

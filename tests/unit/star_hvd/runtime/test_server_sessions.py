@@ -114,6 +114,11 @@ def test_a_mode_that_passed_by_while_the_training_thread_computed_keeps_its_last
     assert not house.house.client(0, ps(1)).closed and house.shards == []
 
 
+def test_a_plan_of_an_optimizer_that_was_closed_meanwhile_is_refused(house: House) -> None:
+    assert house.house.prepare(7, ps(1)) == "optimizer 7 has ended"
+    assert house.numbers() == []
+
+
 class Guarded(dict[Any, Any]):
     """A dictionary that may only be used under a lock."""
 

@@ -25,7 +25,7 @@ def core_over(params: list[torch.nn.Parameter], give: Any, streams: Any = None) 
     core.__dict__.update(
         passes=1, looks_at_every_gradient="", _dropped=False, _given=set(), _giving=False, _buckets=[bucket],
         _where={param: (bucket, i) for i, param in enumerate(bucket.params)}, _unready=[len(params)],
-        _sparse=SparseGradients(False), _accumulation=Accumulation(False), _outcome="", _result=None,
+        _sparse=SparseGradients(False), _accumulation=Accumulation(False), _outcome="", _result=None, _writes=None,
         _attached=(
             SimpleNamespace(in_hand=None, batch_weight=lambda passes: 1.0),
             SimpleNamespace(engine=engine, give=give, active_mode=None),

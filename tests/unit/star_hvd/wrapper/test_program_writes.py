@@ -1,0 +1,75 @@
+"""Changes of parameters by the program are told from those of steps, and a habit from one event."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from star_hvd.engine.applier import Applier
+from star_hvd.engine.buckets import pack
+from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.wrapper.program_writes import ProgramWrites
+
+
+def made() -> tuple[torch.nn.Parameter, ProgramWrites]:
+    param = torch.nn.Parameter(torch.ones(8))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    applier = Applier(optimizer, torch.optim.SGD, pack([param], 1024), HyperRow(optimizer.param_groups))
+    return param, ProgramWrites(applier)
+
+
+def trained(param: torch.nn.Parameter, writes: ProgramWrites, steps: int) -> None:
+    for number in range(steps):
+        with torch.no_grad():
+            param.sub_(0.01)
+        writes.step_ended(number)
+        assert not writes.found(number), "only the step wrote"
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_a_change_in_the_first_steps_is_found(seen: bool) -> None:
+    param, writes = made()
+    trained(param, writes, 1)
+    writes.step_ended(7)
+    with torch.no_grad():
+        (param if seen else param.data).clamp_(-0.5, 0.5)  # The count of changes does not know of the second.
+    assert writes.found(7)
+
+
+def test_parameters_that_were_added_are_no_change() -> None:
+    param, writes = made()
+    writes.step_ended(0)
+    with torch.no_grad():
+        param.mul_(0.5)
+    writes.parameters_added()
+    assert not writes.found(0)
+
+
+def test_what_this_package_writes_is_not_the_programs() -> None:
+    param, writes = made()
+    writes.step_ended(0)
+    with torch.no_grad():
+        param.mul_(0.5)
+    assert not writes.found(1)
+
+
+def test_a_state_loaded_later_is_no_habit_and_a_change_in_every_step_is() -> None:
+    param, writes = made()
+    trained(param, writes, 10)
+    found = []
+    for number in (3, 4):
+        writes.step_ended(number)
+        with torch.no_grad():
+            param.mul_(0.5)
+        found.append(writes.found(number))
+    assert found == [False, True]
+
+
+def test_changes_far_apart_are_no_habit() -> None:
+    param, writes = made()
+    for _ in range(2):
+        trained(param, writes, 100)
+        writes.step_ended(0)
+        with torch.no_grad():
+            param.mul_(0.5)
+        assert not writes.found(0)
