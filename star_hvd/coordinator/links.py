@@ -185,7 +185,7 @@ class LinkSurvey:
         return max(*own, *other) < max(_ALIKE * min(*own, *other), _FAR * max(self._rates.values()))
 
     def _is_fast(self, rank: int, low: set[int]) -> bool:
-        """Whether a rank's link has shown to be fast: by what it has sent, or by what a rank with a fast link sent it."""
+        """Whether a rank's link has shown to be fast: by what it sent, or by what a rank with a fast link sent it."""
         return rank not in low or self._received(rank, low) >= _LOW * max(self._rates.values())
 
     def _received(self, rank: int, low: set[int]) -> float:
