@@ -342,7 +342,7 @@ def test_median_step_of_many_ranks() -> None:
     assert outcome.step_s < 1.5 and statistics.median([outcome.efficiency]) > 0.98
 
 
-@pytest.mark.parametrize("name", ["ps(1)", "ssp(3)", "ssp(0)"])
+@pytest.mark.parametrize("name", ["ps(1)", "ps(1,background)", "ssp(3)", "ssp(0)"])
 def test_batches_of_arrivals_are_the_server_rule(name: str) -> None:
     cluster = Cluster(world_size=64, relative_s=(1.0,) * 60 + (2.0, 2.5, 3.0, 4.0), jitter=0.2, server_s=1e-4)
     sc = Scenario(cluster=cluster, network=Network(comm_bytes=100_000, compute_s=0.1, target_steps=200.0))
