@@ -12,13 +12,13 @@ where 1.4, and none longer where they take more, by a replay with what layers an
 
 
 def order_of(buckets: int) -> tuple[int, ...]:
-    """An order that all ranks know without a word, for links on which reductions take 1.5 times backward's time or more.
+    """An order that all ranks know without a word, for links on which reductions take longer than backward does.
 
     Backward fills bucket 0 first and the last bucket at its end; the next forward pass needs them the other way round.
     Of what backward has filled, somewhat more than every second bucket goes at once, so that the link is busy. When
     backward ends, the rest goes in the order in which forward needs it. So what is reduced last lies evenly among what
-    was reduced long ago, and little of the forward pass is left when it comes: the bound of any order is the bytes' time
-    on the link.
+    was reduced long ago, and little of the forward pass is left when it comes: the bound of any order is the bytes'
+    time on the link.
     """
     count = int(_DURING * buckets)
     during = sorted({min(buckets - 2, round(place * (buckets - 1) / count)) for place in range(count)})

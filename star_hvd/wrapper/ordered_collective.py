@@ -44,8 +44,8 @@ class OrderedCollective:
 
     Attributes:
         most_under_way: Groups that are under way at most. With two, one is reduced while the next one is negotiated; of
-            more, Horovod reduces those as one that wait, and all of them come late. Counted, not weighed: the group with
-            the step's header is larger than the others, and small ones behind a large one are no reason for more.
+            more, Horovod reduces as one those that wait, and all of them come late. Counted, not weighed: the group
+            with the step's header is larger than the others, and small ones behind a large one are no reason for more.
             Measured with 16 buckets of 625 kB, 4 ranks, 200 Mbit/s: 1040 ms where one is under way, 645 with two, 705
             with three or four; 600 is what the bytes take.
     """
