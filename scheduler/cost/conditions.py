@@ -86,7 +86,7 @@ class Conditions:
     fixed_part: float = FIXED
     microbatches: int = 0
     headroom: tuple[Headroom, ...] = ()
-    background: bool | None = False
+    background: bool | None = None
     price: StalenessPrice = field(default_factory=StalenessPrice)
     usual_s: Array = field(init=False)
     typical_s: float = field(init=False)

@@ -32,6 +32,7 @@ from scheduler.rules.microbatches import TRANSFER_S, moves, stolen_makespan
 from scheduler.rules.step_layout import grain
 from scheduler.rules.weights import damped, damping_scale
 from scheduler.transmission.behind_compute import averaging_left_s, push_left_s, reply_left_s, steps_behind
+from scheduler.transmission.pace import paced_s
 
 __all__ = ["Prediction", "part_behind_compute", "predict", "rank", "ring_s"]
 
@@ -262,7 +263,7 @@ def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
     children = np.flatnonzero(~is_member)
     steps = conditions.times_s[:, members].max(axis=1)
     interval_s = float(steps.mean()) + ring_s(conditions, members) + _helpers_s(conditions, children)
-    way_s = 2.0 * conditions.comm_bytes / conditions.rate[children] + _WAY_S
+    way_s = 2.0 * paced_s(conditions.comm_bytes, conditions.rate[children]) + _WAY_S
     own_s, each_s = conditions.usual_s[children], conditions.usual_s[children] + way_s
     late = np.maximum(1.0, np.ceil(each_s / interval_s))
     pace = late  # A child contributes a gradient every `late` steps.
@@ -280,22 +281,23 @@ def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
 
 def _way_s(plan: Plan, conditions: Conditions) -> Array:
     """Exposed time of a push and its reply, of every rank in every step or of every rank."""
-    one_s = np.asarray(conditions.comm_bytes / conditions.rate)
-    if not plan.in_background(conditions.background):
-        return _served_s(conditions) + 2.0 * one_s
-    left_s = [left(one_s, conditions.times_s, conditions.edge_part) for left in (push_left_s, reply_left_s)]
-    return _served_s(conditions) + left_s[0] + left_s[1]
+    push_s = reply_s = np.asarray(conditions.comm_bytes / conditions.rate)
+    if plan.pushes_early(conditions.background):
+        push_s = push_left_s(push_s, conditions.times_s, conditions.edge_part)
+    if plan.in_background(conditions.background):
+        reply_s = reply_left_s(reply_s, conditions.times_s, conditions.edge_part)
+    return _served_s(conditions) + push_s + reply_s
 
 
 def part_behind_compute(plan: Plan, conditions: Conditions) -> float:
-    """Time of a step with transfers behind compute over that without; 1 where they are not priced.
+    """Time of a step with transfers behind compute over that of the plan that does not say; 1 where not priced.
 
     At servers the step of the rank that completes an update, or of a usual one: a slower rank's link is not waited for.
     Without a replay, to choose which plans are worth one. No step of the members waits for a child.
     """
     if plan.mode == "ps":
         last = max(plan.quorum, (plan.world_size + 1) // 2) - 1
-        both = (plan.replace(transmission=Transmission(each)) for each in (False, True))
+        both = (plan.replace(transmission=each) for each in (None, Transmission(background=True)))
         times_s = [conditions.times_s + _way_s(one, conditions) for one in both]
         step_s = [float(np.sort(each_s.mean(axis=0))[last]) for each_s in times_s]
     elif plan.mode == "local":

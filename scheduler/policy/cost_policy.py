@@ -125,7 +125,7 @@ class CostPolicy:
         hosts: Sequence[str] | None = None,
         gain: float = _GAIN,
         least_share: float = LEAST_SHARE,
-        background: bool | None = False,
+        background: bool | None = None,
     ) -> None:
         if world_size < 1 or not 0.0 <= gain < 1.0:
             raise ValueError(f"world_size is {world_size} and gain {gain}; expected at least 1, and 0 <= gain < 1")

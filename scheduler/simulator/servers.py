@@ -1,8 +1,9 @@
 """`ps` and `grouped`: arrivals at servers, in arrays for a fixed x, through the live `ServerRule` for all other rules.
 
 A push takes the latency plus its bytes over the rank's link; the servers have a limited total bandwidth, so that
-simultaneous pushes queue (incast). The reply takes as long as the push. Behind compute (`Plan.transmission`) what is
-left of both counts, the reply's beside a forward pass as long as the last one.
+simultaneous pushes queue (incast). The reply takes as long as the push. Of pushes that begin within backward
+(`Plan.pushes_early`, in jobs with the usual settings) counts what is left of them behind it; behind compute
+(`Plan.transmission`) the same of the reply, beside a forward pass as long as the last one.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Arrivals(Mode):
         self.base[:] = state.step[:, None]
         self.moved = np.zeros(machines.replicas)  # Sum of the lengths of all updates.
         self.base_moved = np.zeros(self.base.shape)
-        self.behind = np.array([plan.in_background(False) for plan in plans])
+        self.early = np.array([plan.pushes_early(None) for plan in plans])
+        self.behind = np.array([plan.in_background(None) for plan in plans])
         self.arrive_s = machines.finish_s + self._way_s(push_left_s)
 
     def take(self, rows: Ints) -> Arrivals:
@@ -65,10 +67,10 @@ class Arrivals(Mode):
 
     def _way_s(self, left_s: Callable[[Array, Array], Array]) -> Array:
         """Exposed time of a push or of its reply, of which `left_s` is left behind compute."""
-        machines = self.state.machines
+        machines, behind = self.state.machines, self.early if left_s is push_left_s else self.behind
         way_s = machines.bytes[:, None] / machines.rate
-        if self.behind.any():
-            way_s = np.where(self.behind[:, None], left_s(way_s, machines.duration_s), way_s)
+        if behind.any():
+            way_s = np.where(behind[:, None], left_s(way_s, machines.duration_s), way_s)
         return np.asarray(machines.latency_s[:, None] + way_s)
 
     def step(self) -> None:
@@ -187,7 +189,7 @@ class Server(Mode):
     def _way_s(self, rank: int, left_s: Callable[[float, float], Array]) -> float:
         machines = self.state.machines
         way_s = float(machines.bytes[0] / machines.rate[0, rank])
-        if self.plan.in_background(False):
+        if self.plan.pushes_early(None) if left_s is push_left_s else self.plan.in_background(None):
             way_s = float(left_s(way_s, float(machines.duration_s[0, rank])))
         return float(machines.latency_s[0]) + way_s
 

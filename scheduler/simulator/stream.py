@@ -19,6 +19,7 @@ from scheduler.rules.weights import damped, damping_scale, lr_factor
 from scheduler.simulator.base import Mode, State
 from scheduler.simulator.machines import Array, Ints
 from scheduler.simulator.servers import capacity
+from scheduler.transmission.behind_compute import EDGE, push_left_s, reply_left_s
 
 __all__ = ["Stream", "streams"]
 
@@ -55,19 +56,36 @@ class Stream(Mode):
         self.clock = np.zeros(n, dtype=np.int64)
         self.blocked: list[int] = []
         self.length = lr_factor(self.plan, self.plan.quorum)
-        self.arrive_s = machines.finish_s[0] + self._way_s()
+        self.early, self.behind = self.plan.pushes_early(None), self.plan.in_background(None)
+        self.arrive_s = machines.finish_s[0] + self._push_s()
 
-    def _way_s(self) -> Array:
-        machines = self.state.machines
-        return np.asarray(machines.latency_s[0] + machines.bytes[0] / machines.rate[0])
+    def _wire_s(self) -> Array:
+        return np.asarray(self.state.machines.bytes[0] / self.state.machines.rate[0])
+
+    def _push_s(self) -> Array:
+        """Exposed time of the pushes of the ranks' current batches, as in `Arrivals`."""
+        machines, wire_s = self.state.machines, self._wire_s()
+        left_s = push_left_s(wire_s, machines.duration_s[0]) if self.early else wire_s
+        return np.asarray(machines.latency_s[0] + left_s)
+
+    def _reply_s(self) -> Array:
+        """The same of the replies, beside forward passes as long as the last ones."""
+        machines, wire_s = self.state.machines, self._wire_s()
+        left_s = reply_left_s(wire_s, machines.duration_s[0]) if self.behind else wire_s
+        return np.asarray(machines.latency_s[0] + left_s)
+
+    def _least_ways_s(self) -> float:
+        """Least time of a reply and the next push besides computing."""
+        parts = (EDGE if self.behind else 1.0) + (EDGE if self.early else 1.0)
+        return 2.0 * float(self.state.machines.latency_s[0]) + parts * float(self._wire_s().min())
 
     def step(self) -> None:
         state, machines, x = self.state, self.state.machines, self.plan.quorum
         first_s = float(np.partition(self.arrive_s, x - 1)[x - 1])
         machines.advance_to(np.array([first_s]))
-        way_s = self._way_s()
+        reply_s = self._reply_s()
         # No rank released from now on arrives, and no link changes, before this time.
-        horizon_s = max(first_s, min(first_s + 2.0 * float(way_s.min()) + machines.fastest_s, machines.change_s))
+        horizon_s = max(first_s, min(first_s + self._least_ways_s() + machines.fastest_s, machines.change_s))
         chosen = np.flatnonzero(self.arrive_s <= horizon_s)
         chosen = chosen[np.argsort(self.arrive_s[chosen], kind="stable")]
         count = len(chosen) // x
@@ -82,8 +100,8 @@ class Stream(Mode):
         self.arrive_s[chosen] = math.inf
         released, update = self._released(chosen, count)
         self.base[released], self.base_moved[released] = first + update + 1, before[update + 1]
-        state.begin(released, end_s[update] + way_s[released], self.base[released])
-        self.arrive_s[released] = machines.finish_s[0, released] + way_s[released]
+        state.begin(released, end_s[update] + reply_s[released], self.base[released])
+        self.arrive_s[released] = machines.finish_s[0, released] + self._push_s()[released]
 
     def _ends(self, last_s: Array) -> Array:
         """Completion times: after an update's last gradient and the update before, limited by the servers' links."""

@@ -12,6 +12,7 @@ from scheduler.plan.plan import Plan
 from scheduler.simulator.base import Mode, State, StepMode
 from scheduler.simulator.machines import Array, Flags
 from scheduler.transmission.behind_compute import averaging_left_s, steps_behind
+from scheduler.transmission.pace import paced_s
 
 __all__ = ["Local", "Subgroup"]
 
@@ -40,7 +41,7 @@ class Subgroup(StepMode):
             self._catch_up(behind)
         close_s = np.where(self.members, machines.finish_s, 0.0).max(axis=1)
         machines.advance_to(close_s)
-        push_s = machines.finish_s + machines.latency_s[:, None] + machines.bytes[:, None] / machines.rate
+        push_s = machines.finish_s + machines.latency_s[:, None] + paced_s(machines.bytes[:, None], machines.rate)
         came = ~self.members & (push_s <= close_s[:, None])
         end_s = machines.thawed(close_s)
         end_s = end_s + machines.ring_s(self.members) + machines.helper_delay_s(~self.members & ~came)
@@ -66,7 +67,8 @@ class Subgroup(StepMode):
             state.report(where, late=late)
             begin_s = end_s[row]
             if late:
-                begin_s = begin_s + machines.latency_s[row] + machines.bytes[row] / machines.rate.reshape(-1)[where]
+                rate = machines.rate.reshape(-1)[where]
+                begin_s = begin_s + machines.latency_s[row] + paced_s(machines.bytes[row], rate)
             state.begin(where, begin_s, state.step[row])
 
 
@@ -82,7 +84,7 @@ class Local(Mode):
         super().__init__(state, plans)
         self.local_steps = np.array([plan.local_steps for plan in plans])
         self.local_s = np.array([plan.local_s for plan in plans])
-        self.behind = np.array([plan.in_background(False) for plan in plans])
+        self.behind = np.array([plan.in_background(None) for plan in plans])
 
     def step(self) -> None:
         state, machines = self.state, self.state.machines

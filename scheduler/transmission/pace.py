@@ -14,7 +14,10 @@ from __future__ import annotations
 
 from collections import deque
 
-__all__ = ["SHARE", "Pace", "chunk_bytes"]
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["SHARE", "Pace", "chunk_bytes", "paced_s"]
 
 SHARE = 0.8
 """Part of the link's rate: the rest is for the others' messages, and for errors of the measured rate."""
@@ -31,6 +34,17 @@ def chunk_bytes(bytes_per_s: float, most: int) -> int:
     if not bytes_per_s:
         return most
     return min(most, max(_LEAST_CHUNK_BYTES, round(_CHUNK_S * bytes_per_s)))
+
+
+def paced_s(size_bytes: npt.ArrayLike, link_bytes_per_s: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """What transfers take over links of these rates, paced where they are worth it; most are, as none that measures is.
+
+    Args:
+        size_bytes: Of each transfer.
+        link_bytes_per_s: Rate of each link, infinite where unknown.
+    """
+    whole_s = np.divide(size_bytes, link_bytes_per_s)
+    return np.asarray(np.where(whole_s > _WORTH_S, whole_s / SHARE, whole_s))
 
 
 class Pace:

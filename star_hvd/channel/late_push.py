@@ -27,7 +27,7 @@ from star_hvd.channel.state_transfer import PUSH_MAGIC, Caller, PacedReplies, as
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 
-__all__ = ["MAX_PROBE_BYTES", "PROBE", "LatePushes", "Packer", "ParentLink", "probe", "rate_of"]
+__all__ = ["MAX_PROBE_BYTES", "PROBE", "LatePushes", "Packer", "ParentLink", "is_measured", "probe", "rate_of"]
 
 MAX_PROBE_BYTES = 64 * 1024 * 1024
 PROBE = 0xFFFFFFFF  # Reserved optimizer number: pushes to it measure the link.
@@ -39,6 +39,7 @@ _MAX_PUSH_BYTES = 1 << 40
 _MAX_VERSION = 1 << 62
 _MOST_CHILDREN = 4096  # Whose last push is remembered.
 _MOST_BURSTS, _BURST_PAUSE_S, _BURSTS_S = 6, 0.015, 0.25
+_ITS_OWN = 3.0  # Times an empty burst's time above which a full one's is the link's, and not that of threads.
 _LINKS_PART = 0.1  # Least part of a burst's time that is attributed to the link.
 
 
@@ -180,7 +181,8 @@ def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_by
 
     A message's time includes thread scheduling at both ends: a training thread that holds the interpreter lock costs
     5 ms as a rule, and 512 KB in 20 ms look like 26 MB/s on any link. So several bursts are sent, each after an empty
-    one; the difference between the fastest of each kind is the link's time.
+    one; the difference between the fastest of each kind is the link's time. One is enough where that takes long:
+    reductions cross the same link meanwhile, and whoever is to avoid it waits for the rate.
 
     Raises:
         DeadlineError: There was no answer within `deadline_s`.
@@ -205,12 +207,24 @@ def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_by
         while len(full_s) < _MOST_BURSTS:
             empty_s.append(time_s(empty))
             full_s.append(time_s(full))
-            if len(full_s) > 1 and time.monotonic() - began_s > _BURSTS_S:
-                break  # Such a slow link is measured well enough, and should not be kept busy.
+            if is_measured(empty_s, full_s, time.monotonic() - began_s):
+                break  # And should not be kept busy.
             time.sleep(_BURST_PAUSE_S)
         return rate_of(size_bytes, empty_s, full_s)
     finally:
         link.close()
+
+
+def is_measured(empty_s: Sequence[float], full_s: Sequence[float], spent_s: float) -> bool:
+    """Whether a link is so slow that these bursts have measured it well enough.
+
+    Args:
+        empty_s: Times of bursts of one byte, as many as full ones.
+        full_s: Times of full ones.
+        spent_s: Time since the first of them began.
+    """
+    alone = full_s[-1] > max(_BURSTS_S, _ITS_OWN * empty_s[-1])
+    return alone or (len(full_s) > 1 and spent_s > _BURSTS_S)
 
 
 def rate_of(size_bytes: int, empty_s: Sequence[float], full_s: Sequence[float]) -> float:

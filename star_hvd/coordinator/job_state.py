@@ -186,6 +186,7 @@ class JobState:
             if engine.decides(now_s):
                 silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
                 engine.links.bytes_per_s, engine.silent_s = self.links.bytes_per_s, silent_s
+                engine.links.suspected = self.links.suspected(now_s)
                 engine.machines = self._machines
             engine.closing = bool(self._closing or engine.dropped)
             wake_s = min(wake_s, engine.tick(now_s))

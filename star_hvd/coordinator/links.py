@@ -7,7 +7,8 @@ In a sweep every rank sends a probe to one other rank, so a low rate may be due 
 sends again, to the rank with the highest rate, and the best of its rates counts, unless its link is low from the other
 side, too: what a rank with a fast link sent to it, and what it sent to such a rank, took about as long. Training, the
 coordinator on rank 0 and other jobs make a link look slower, never faster. A link is slow only where two measurements
-agree, one of them with a rank whose own link is fast. Every sweep pairs the ranks differently.
+agree, one of them with a rank whose own link is fast: a rank's that has received fast counts as such, also before it
+has sent to another one than the slow one. Every sweep pairs the ranks differently.
 
 Sweeps are seconds apart. One comes at once where a reduction begins to take far longer than the links as last measured
 explain. A low rate is used only while reductions are as slow as such a link makes them.
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from scheduler.diagnosis.links import link_ratios, ring_bytes
+from scheduler.diagnosis.links import link_ratios, ring_bytes, usual_rate
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.switch import Probe
 from star_hvd.coordinator.reports import Arrivals, History
@@ -38,9 +39,11 @@ _NEXT_S = 0.1  # Between two probes of a sweep, less where
 _SWEEP_S = 2.0  # all of them would take longer than this: probes of many ranks overlap.
 _PAUSE_S = 5.0  # Least time between two sweeps, or
 _PAUSES = 5.0  # this multiple of a sweep's length if that is more: probes must not fill a slow link.
+_LATE_S = 0.35  # A probe takes 0.25 s where the link is not slow.
 _PATIENCE_S = 10.0  # Wait for answers at a sweep's end; a rank without one keeps its last rate.
 _LOW = 0.5  # A rate below this fraction of the sweep's highest needs a second measurement.
-_ALIKE = 2.0  # Most that two measurements of one slow link differ by.
+_ALIKE = 2.0  # Most that two measurements of one slow link differ by, unless
+_FAR = 0.125  # both are below this fraction of the sweep's highest: a reduction beside one of them takes its share.
 
 
 class LinkSurvey:
@@ -63,6 +66,7 @@ class LinkSurvey:
         self._todo = deque(self._ring())
         self._next_s = self._began_s = 0.0
         self._asked: dict[int, int] = {}  # Probes without an answer: sender to receiver.
+        self._asked_s: dict[int, float] = {}  # When.
         self._rates: dict[int, float] = {}  # Best rate of each rank in this sweep.
         self._pairs: dict[tuple[int, int], float] = {}  # The same of each sender and receiver.
         self._tried: set[tuple[int, int]] = set()  # (sender, receiver) of this sweep's probes.
@@ -98,7 +102,7 @@ class LinkSurvey:
         if not self._tried:
             self._began_s = now_s
         rank, target = self._todo.popleft()
-        self._asked[rank] = target
+        self._asked[rank], self._asked_s[rank] = target, now_s
         self._tried.add((rank, target))
         self._next_s = now_s + min(_NEXT_S, _SWEEP_S / len(self.bytes_per_s))
         return rank, Probe(target, PROBE_BYTES)
@@ -115,6 +119,25 @@ class LinkSurvey:
             self._rates[rank] = max(bytes_per_s, self._rates.get(rank, 0.0))
             if target is not None:
                 self._pairs[rank, target] = bytes_per_s
+
+    def suspected(self, now_s: float) -> list[float]:
+        """The rates, and in place of unknown ones what they can be at most while a probe goes without an answer.
+
+        For what is to be prepared, which may be in vain. Only of links that are slow by this from both sides, and of
+        those that have received fast; NaN where nothing is suspected.
+        """
+        waited_s = {rank: now_s - self._asked_s[rank] for rank in self._asked}
+        late = {(rank, self._asked[rank]): PROBE_BYTES / each for rank, each in waited_s.items() if each > _LATE_S}
+        if not late or 2 * len(self._rates) < len(self.bytes_per_s) or not any(map(math.isnan, self.bytes_per_s)):
+            return list(self.bytes_per_s)
+        as_if = LinkSurvey(len(self.bytes_per_s), self._hosts)
+        as_if._pairs = {**self._pairs, **late}
+        for (rank, _), rate in as_if._pairs.items():
+            as_if._rates[rank] = max(rate, as_if._rates.get(rank, 0.0))
+        as_if._tried = set(as_if._pairs)
+        as_if._accept_rates()
+        known = zip(self.bytes_per_s, as_if.bytes_per_s, strict=True)
+        return [guess if math.isnan(rate) else rate for rate, guess in known]
 
     def _ring(self) -> list[tuple[int, int]]:
         """(sender, receiver) of this sweep's first probes, on different hosts."""
@@ -143,6 +166,8 @@ class LinkSurvey:
             measured_once = rank in wanting and sum(one == rank for one, _ in self._tried) == 1
             if rank not in again and not (probes and measured_once):  # Else there may be a fast rank to send to soon.
                 self.bytes_per_s[rank] = rate
+            elif math.isnan(self.bytes_per_s[rank]) and self._is_fast(rank, low):
+                self.bytes_per_s[rank] = self._received(rank, low)  # Until it has sent to a fast one itself.
         return probes
 
     def _sender(self, rank: int, low: set[int]) -> int | None:
@@ -154,8 +179,19 @@ class LinkSurvey:
     def _confirmed(self, rank: int, low: set[int]) -> bool:
         """Whether the rank's link is as slow from the other side: for what a rank with a fast link has sent to it."""
         own = [rate for (one, target), rate in self._pairs.items() if one == rank and target not in low]
-        other = [rate for (one, target), rate in self._pairs.items() if target == rank and one not in low]
-        return bool(own and other) and max(*own, *other) < _ALIKE * min(*own, *other)
+        other = [rate for (one, target), rate in self._pairs.items() if target == rank and self._is_fast(one, low)]
+        if not (own and other):
+            return False
+        return max(*own, *other) < max(_ALIKE * min(*own, *other), _FAR * max(self._rates.values()))
+
+    def _is_fast(self, rank: int, low: set[int]) -> bool:
+        """Whether a rank's link has shown to be fast: by what it sent, or by what a rank with a fast link sent it."""
+        return rank not in low or self._received(rank, low) >= _LOW * max(self._rates.values())
+
+    def _received(self, rank: int, low: set[int]) -> float:
+        """The best rate at which ranks that are not low have sent to this one; 0 where none has."""
+        rates = (rate for (one, target), rate in self._pairs.items() if target == rank and one not in low)
+        return max(rates, default=0.0)
 
     def _good_target(self, rank: int, low: set[int]) -> int | None:
         """The fastest rank on another host that `rank` has not probed yet; None where no such rank is left, or where
@@ -180,9 +216,9 @@ _COMM_S, _COMM_SHARE = 0.01, 0.2  # Links matter if communication takes more tha
 _RELEVANT_DECISIONS = 600  # About a minute: covers intermittent links, and forgets one that has recovered.
 _COMM_STEPS, _COMM_SURE, _COMM_SURE_SHARE = 4, 2, 0.5  # Steps needed for that; 2 where it is over half of a step.
 
-_FAR_LOW, _COMM_MOST, _EXPLAINED = 1.0 / 3.0, 0.8, (0.5, 3.0)
+_FAR_LOW, _COMM_MOST, _EXPLAINED = 1.0 / 3.0, 0.6, (0.3, 3.0)
 """One step is enough where a link has less than a third of the others' rate, communication is most of the step, and it
-took as long as its bytes take on that link, by these factors."""
+took as long as its bytes take on that link, by these factors: beside a reduction a probe gets a part of the rate."""
 
 _SHOWN = 0.3
 """A low rate that makes a step's bytes take t is used only if steps take this part of t: all of them have to cross the
@@ -201,10 +237,12 @@ class LinkRelevance:
 
     Attributes:
         bytes_per_s: Rate of every rank's link as last measured, NaN where unknown.
+        suspected: The same, with what is suspected of links that are being measured (`LinkSurvey.suspected`).
     """
 
     def __init__(self, history: History, arrivals: Arrivals, world_size: int) -> None:
         self.bytes_per_s: Sequence[float] = [math.nan] * world_size
+        self.suspected: Sequence[float] = self.bytes_per_s
         self._gradient_bytes = 0
         self._history = history
         self._arrivals = arrivals
@@ -246,15 +284,23 @@ class LinkRelevance:
     def surprised(self, now_s: float) -> bool:
         """Whether the latest reduction took, or the first one takes, far longer than the rates explain."""
         slowest = self._slowest_s()
-        if math.isnan(slowest):
-            return False
+        return not math.isnan(slowest) and self._seen_s(now_s) > max(_SURPRISE_S, _SURPRISE * slowest)
+
+    def to_prepare_for(self, now_s: float) -> Sequence[float]:
+        """The rates; suspected ones while the latest reduction takes far longer than usual links explain."""
+        if any(map(math.isnan, self.suspected)) or not any(map(math.isnan, self.bytes_per_s)):
+            return self.bytes_per_s
+        usual = usual_rate(np.array(self.suspected, dtype=np.float64))
+        explained_s = ring_bytes(len(self.suspected), self._gradient_bytes) / usual
+        return self.suspected if self._seen_s(now_s) > max(_SURPRISE_S, _SURPRISE * explained_s) else self.bytes_per_s
+
+    def _seen_s(self, now_s: float) -> float:
+        """What the latest reduction took, or the first one takes so far; 0 before."""
         if self._arrivals.comm_s:
-            seen_s = self._arrivals.comm_s[-1]
-        elif len(self._first) == len(self.bytes_per_s):
-            seen_s = (now_s if math.isnan(self._second_s) else self._second_s) - self._first_s
-        else:
-            return False
-        return seen_s > max(_SURPRISE_S, _SURPRISE * slowest)
+            return self._arrivals.comm_s[-1]
+        if len(self._first) < len(self.bytes_per_s):
+            return 0.0
+        return (now_s if math.isnan(self._second_s) else self._second_s) - self._first_s
 
     def _slowest_s(self) -> float:
         """What the bytes of a step take on the slowest link; NaN while a rate is unknown."""

@@ -490,7 +490,7 @@ class OptimizerState:
         plan = self.choice.decide(window, self.active, self.stragglers, now_s)
         self._note_outcomes(self.choice.take_outcomes())
         if self._may_relax and (plan is None or plan.family == "all_ranks"):
-            self._readiness.for_links(self.links.bytes_per_s, self.gradient_bytes, self.blocked)
+            self._readiness.for_links(self.links.to_prepare_for(now_s), self.gradient_bytes, self.blocked)
             self._readiness.for_plan(self.choice.coming, self.blocked)
         if plan is not None:
             self.predictions_by_plan[self._next_epoch] = self.choice.predictions()

@@ -1,8 +1,8 @@
 """Reductions in an order of our own: the buckets that the next forward pass needs first go before the others.
 
 Horovod has no priorities: what was submitted is reduced in the order of its cache, fused as far as it fits. So a bucket
-is held back until it is its turn and what is under way has become little (the credit). The order is the same on all
-ranks; ranks that waited for different buckets would wait for ever.
+is held back until it is its turn and little is under way. The order is the same on all ranks; ranks that waited for
+different buckets would wait for ever.
 """
 
 from __future__ import annotations
@@ -43,9 +43,11 @@ class OrderedCollective:
         key_of: From a tensor's name to the one it has in the order: the name of what it is a form of.
 
     Attributes:
-        credit_bytes: While more than this is under way nothing is submitted. The size of a group: one is reduced
-            while the next one is negotiated. Measured with 16 buckets of 625 kB, 4 ranks, 200 Mbit/s: 1040 ms where
-            one is under way, 645 with two, 705 with three or four; 600 is what the bytes take.
+        most_under_way: Groups that are under way at most. With two, one is reduced while the next one is negotiated; of
+            more, Horovod reduces as one those that wait, and all of them come late. Counted, not weighed: the group
+            with the step's header is larger than the others, and small ones behind a large one are no reason for more.
+            Measured with 16 buckets of 625 kB, 4 ranks, 200 Mbit/s: 1040 ms where one is under way, 645 with two, 705
+            with three or four; 600 is what the bytes take.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class OrderedCollective:
     ) -> None:
         self.core_each = inner.core_each
         self._key_of = key_of
-        self.credit_bytes = 0
+        self.most_under_way = 2
         self._inner, self._streams = inner, streams
         self._changed = ordered_condition("OrderedCollective._changed")
         self._order: Order = ()
@@ -61,7 +63,7 @@ class OrderedCollective:
         self._wanted: Order | None = None  # From the next step on.
         self._next = 0  # Place in the order of what is submitted next.
         self._held: dict[str, _Held] = {}
-        self._under_way: collections.deque[tuple[int, int]] = collections.deque()  # Handle and bytes.
+        self._under_way: collections.deque[set[int]] = collections.deque()  # Handles of each group.
         self._handles: dict[int, int] = {}  # By ticket.
         self._tickets = 0
         self._stopped = False
@@ -107,7 +109,8 @@ class OrderedCollective:
         with self._changed:
             handle = self._handles.pop(ticket, None)
             if handle is not None:
-                self._under_way = collections.deque(each for each in self._under_way if each[0] != handle)
+                for group in self._under_way:
+                    group.discard(handle)
                 self._inner.finish(handle)
                 self._pump()
 
@@ -123,15 +126,17 @@ class OrderedCollective:
         if self._failure is not None:
             raise self._failure
         while self._held and all(name in self._held for name in self._order[self._next]):
-            while self._under_way and self._inner.poll(self._under_way[0][0]):
+            while self._under_way and all(map(self._inner.poll, self._under_way[0])):
                 self._under_way.popleft()
-            if sum(size for _, size in self._under_way) > self.credit_bytes:
+            if len(self._under_way) >= self.most_under_way:
                 return
+            group = set()
             for key in self._order[self._next]:
                 held = self._held.pop(key)
                 held.fence.order(held.tensor)
                 handle = self._handles[held.ticket] = self._inner.submit(held.name, held.tensor)
-                self._under_way.append((handle, held.tensor.numel() * held.tensor.element_size()))
+                group.add(handle)
+            self._under_way.append(group)
             self._next += 1
             if self._next == len(self._order):
                 self._next = 0

@@ -91,8 +91,6 @@ class Overlap:
         buckets = self._applier.buckets
         groups = order_in_groups(len(buckets), self._sizes.together) if overlap else ()
         self._on = overlap
-        sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in buckets]
-        self.collective.credit_bytes = max((sum(sizes[index] for index in group) for group in groups), default=0)
         self.collective.set_order([[f"{self._engine.prefix}.b{index}" for index in group] for group in groups])
 
     def _note_header(self, header: Header) -> None:

@@ -16,6 +16,7 @@ from scheduler.cost.conditions import Conditions
 from scheduler.cost.cost_model import predict
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
+from scheduler.plan.transmission import Transmission
 from scheduler.policy.rule_policy import RulePolicy
 from scheduler.records import Window
 from scheduler.rules.step_closing import ClosingRule
@@ -341,7 +342,7 @@ def test_median_step_of_many_ranks() -> None:
     assert outcome.step_s < 1.5 and statistics.median([outcome.efficiency]) > 0.98
 
 
-@pytest.mark.parametrize("name", ["ps(1)", "ssp(3)", "ssp(0)"])
+@pytest.mark.parametrize("name", ["ps(1)", "ps(1,background)", "ssp(3)", "ssp(0)"])
 def test_batches_of_arrivals_are_the_server_rule(name: str) -> None:
     cluster = Cluster(world_size=64, relative_s=(1.0,) * 60 + (2.0, 2.5, 3.0, 4.0), jitter=0.2, server_s=1e-4)
     sc = Scenario(cluster=cluster, network=Network(comm_bytes=100_000, compute_s=0.1, target_steps=200.0))
@@ -378,14 +379,20 @@ def test_simulated_steps_behind_compute_are_as_long_as_they_are_priced(name: str
     base = scenario(4, slow={3: 1.5})
     cluster = replace(base.cluster, link_bytes_per_s=(rate,) * 4)
     slow = replace(base, cluster=cluster, network=replace(base.network, comm_bytes=1_000_000))
-    plans = [parse_mode(each, 4, **{} if "local" in each else {"servers": (0, 1, 2, 3)}) for each in
+    found = [parse_mode(each, 4, **{} if "local" in each else {"servers": (0, 1, 2, 3)}) for each in
              (name, f"{name[:-1]},background)")]
-    plain, behind = run_plans([slow] * 2, [plan for plan in plans if plan is not None])
+    plans = [plan for plan in found if plan is not None]
+    if "ps" in name:  # With pushes that begin with `step()`, too.
+        plans.append(plans[0].replace(transmission=Transmission(False)))
+    plain, behind, *late = run_plans([slow] * len(plans), plans)
     assert behind.step_s <= plain.step_s * (1.0 + 1e-9)
     times_s = np.ones((8, 4))
     times_s[:, 3] = 1.5
     now = Conditions(times_s=times_s, rate=np.full(4, rate), comm_bytes=1e6)
-    priced = [predict(plan, now).interval_s for plan in plans if plan is not None]
+    priced = [predict(plan, now).interval_s for plan in plans]
     assert behind.step_s / plain.step_s == pytest.approx(priced[1] / priced[0], rel=0.1)
+    for one in late:
+        assert one.step_s / plain.step_s == pytest.approx(priced[2] / priced[0], rel=0.1)
+        assert rate > 1e8 or one.step_s > 1.05 * plain.step_s
     if rate < 1e8:
-        assert behind.step_s < 0.95 * plain.step_s
+        assert behind.step_s < 0.96 * plain.step_s

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.cost import cost_model
 from scheduler.cost.conditions import Conditions
 from scheduler.cost.cost_model import part_behind_compute, predict
 from scheduler.plan.plan import Plan
 from scheduler.plan.transmission import Transmission
 from scheduler.records import parse_mode
 from scheduler.transmission.behind_compute import averaging_left_s, push_left_s, reply_left_s, steps_behind
+from scheduler.transmission.pace import SHARE
 
 times = st.floats(0.0, 100.0)
 rates = st.floats(1e5, 1e10)
@@ -60,6 +62,29 @@ def test_the_settings_price_a_plan_that_does_not_say() -> None:
     assert predict(plan.replace(transmission=Transmission(False)), forced).interval_s == predict(plan, now).interval_s
 
 
+def test_pushes_hide_behind_backward_where_nobody_says_and_parameters_do_not() -> None:
+    """0.4 s each way; a quarter of the push is in the bucket that is whole last."""
+    plan, slow = Plan.ps(4, 4, servers=range(4)), conditions(3.0, 25e6)
+    said = [predict(plan, dataclasses.replace(slow, background=each)).interval_s for each in (None, False, True)]
+    assert said == pytest.approx([3.0 + 0.1 + 0.4, 3.0 + 0.4 + 0.4, 3.0 + 0.1 + 0.1], abs=0.01)
+    assert predict(plan.replace(transmission=Transmission(False)), slow).interval_s == pytest.approx(said[1])
+    whole = predict(plan, dataclasses.replace(slow, edge_part=1.0)).interval_s
+    assert whole == pytest.approx(said[1]), "what is clipped or on a device leaves with step()"
+
+
+@pytest.mark.parametrize(("rate", "share"), [(25e6, SHARE), (1e9, 1.0)])
+def test_a_childs_transfers_are_priced_at_their_pace(
+    monkeypatch: pytest.MonkeyPatch, rate: float, share: float
+) -> None:
+    plan, now = Plan.subgroup(4, (0, 1, 2), max_staleness=1000), conditions(0.1, 1e9)
+    found = predict(plan, dataclasses.replace(now, rate=np.array([1e9, 1e9, 1e9, rate])))
+    monkeypatch.setattr(cost_model, "paced_s", np.divide)
+    slower = predict(plan, dataclasses.replace(now, rate=np.array([1e9, 1e9, 1e9, share * rate])))
+    assert (found.interval_s, found.progress) == (slower.interval_s, pytest.approx(slower.progress))
+    whole = predict(plan, dataclasses.replace(now, rate=np.array([1e9, 1e9, 1e9, rate])))
+    assert (found.progress != whole.progress) == (share < 1.0)
+
+
 def test_an_averaging_behind_compute_hides_behind_the_steps_until_the_next_and_costs_drift() -> None:
     now, plan = conditions(0.1, 100e6), Plan.local(4, steps=8)
     before, after = predict(plan, now), predict(plan.replace(transmission=Transmission(True)), now)
@@ -85,7 +110,7 @@ def test_what_cannot_travel_in_parts_is_not_hidden_at_servers() -> None:
 
 
 def test_a_child_behind_compute_contributes_all_it_computes() -> None:
-    now = dataclasses.replace(conditions(0.1, 1e9), rate=np.array([1e9, 1e9, 1e9, 25e6]))
+    now = dataclasses.replace(conditions(0.1, 1e9), rate=np.array([1e9, 1e9, 1e9, 50e6]))
     plan = Plan.subgroup(4, (0, 1, 2))
     before, after = predict(plan, now), predict(plan.replace(transmission=Transmission(True)), now)
     assert after.interval_s == before.interval_s and after.drift > before.drift

@@ -10,7 +10,7 @@ import pytest
 from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.leases import LeaseAsk
-from star_hvd.channel.messages.switch import LinkRate, MachineNote, Probe
+from star_hvd.channel.messages.switch import LinkRate, MachineNote, MakeSet, Probe
 from star_hvd.config import Config
 from star_hvd.coordinator.report_trigger import SlowReportTrigger
 from star_hvd.errors import ChannelError
@@ -194,10 +194,12 @@ def lockstep(job: Job, step: int, *, comm_s: float, compute_s: float = 0.03) -> 
     return only(job.tick(), m.PlanMessage)
 
 
-def test_one_step_is_enough_where_a_far_slower_link_explains_what_it_took() -> None:
-    job = slow_link_job([2.5e7, 2.5e7, 2.5e7, 2.5e6])  # 600 ms for the bytes of a step.
+@pytest.mark.parametrize(("slow", "compute_s"), [(2.5e6, 0.03), (0.9e6, 0.03), (2.5e6, 0.3)])
+def test_one_step_is_enough_where_a_far_slower_link_explains_what_it_took(slow: float, compute_s: float) -> None:
+    """600 ms for the bytes of a step; beside it a probe got a third of the link. Or making a set delayed the step."""
+    job = slow_link_job([2.5e7, 2.5e7, 2.5e7, slow])
     assert lockstep(job, 0, comm_s=0.0) == []
-    (message,) = lockstep(job, 1, comm_s=0.63)
+    (message,) = lockstep(job, 1, comm_s=0.63, compute_s=compute_s)
     assert message.plan["mode"] == "subgroup" and message.plan["members"] == [0, 1, 2]
 
 
@@ -251,6 +253,41 @@ def test_a_reduction_that_lasts_longer_than_its_links_explain_has_them_measured_
         lockstep(job, step, comm_s=0.05)
     lockstep(job, 12, comm_s=0.6)
     assert probes(1.0) >= 3, "and again; the first one goes with the step"
+
+
+@pytest.mark.parametrize(
+    ("rates", "first_s", "made"),
+    [
+        ([2.5e7, 2.5e7, None, None], math.inf, [[0, 1, 2]]),  # Neither what rank 3 sends nor what is sent to it.
+        ([2.5e7, 2.5e7, None, 1.3e6], math.inf, [[0, 1, 2]]),
+        ([2.5e7, 2.5e7, None, None], 0.05, []),  # Reductions are as quick as ever: something else holds probes up.
+        ([2.5e7, 2.5e7, None, 2.5e7], math.inf, []),  # Rank 2 may be slow or busy; it has received fast.
+        ([2.5e7, None, None, None], math.inf, []),  # Too little is known.
+        ([2.5e7, 2.5e7, 2.5e7, None], math.inf, []),
+    ],
+)
+def test_the_set_without_a_suspected_link_is_made_while_that_is_measured(
+    rates: list[float | None], first_s: float, made: list[list[int]]
+) -> None:
+    job = Job(4)
+    job.register(None)
+    job.engine.gradient_bytes = 1_000_000
+    found: list[list[int]] = []
+    for rank in range(4):
+        job.say(rank, m.Arrive(0, 0, 0, StepTimes(0.03, 0.0, 0.03), 0.0))
+    for twentieth in range(18):
+        job.now_s += 0.05
+        if 0.05 * twentieth >= first_s and not job.engine.arrivals.comm_s:
+            for rank in range(4):
+                job.say(rank, m.Arrive(0, 1, 0, StepTimes(0.03, 0.0, 0.03), first_s))
+        for message, rank in zip(job.tick(), job.destinations, strict=True):
+            if isinstance(message, MakeSet):
+                found.append(list(message.ranks))
+            rate = rates[rank] if isinstance(message, Probe) else None
+            if rate is not None:
+                job.state.handle(rank, LinkRate(rate), job.now_s)
+    assert found == made
+    assert job.engine.active.plain and all(math.isnan(one.link_bytes_per_s) for one in job.engine.window().ranks)
 
 
 def test_a_first_step_ends_when_a_rank_begins_the_next_one() -> None:

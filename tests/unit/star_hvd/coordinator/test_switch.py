@@ -13,7 +13,7 @@ from scheduler.plan.completion import resolve
 from scheduler.plan.headroom import Headroom
 from scheduler.plan.plan import Plan, PlanError
 from scheduler.rules.step_closing import ClosingRule
-from star_hvd.channel.late_push import LatePushes, rate_of
+from star_hvd.channel.late_push import LatePushes, is_measured, rate_of
 from star_hvd.channel.messages.switch import Commit, Servers
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.switch import Switch
@@ -185,6 +185,54 @@ def test_a_disturbed_measurement_is_not_confirmed_by_what_comes_from_a_slow_link
             survey.note(due[0], once.pop(pair, 2.0 if 3 in pair else 20.0))
         assert math.isnan(survey.bytes_per_s[2]) or survey.bytes_per_s[2] == 20.0
     assert not once and survey.bytes_per_s == [20.0, 20.0, 20.0, 2.0]
+
+
+def first_probes(survey: LinkSurvey, rates: dict[tuple[int, int], float]) -> list[tuple[int, int]]:
+    """Answer the probes at these rates until one comes for which there is none; all that came."""
+    asked = []
+    for tenth in range(10):
+        due = survey.due(tenth / 10, wanted=lambda: True)
+        if due is not None:
+            asked.append((due[0], due[1].target))
+            if asked[-1] not in rates:
+                break
+            survey.note(due[0], rates[asked[-1]])
+    return asked
+
+
+def test_a_rank_that_received_fast_confirms_a_slow_link_before_it_has_sent_again() -> None:
+    """Measured beside reductions, which cross the slow link too: 512 kB to and from it took a second."""
+    survey = LinkSurvey(4)
+    asked = first_probes(survey, {(0, 1): 31.2, (1, 2): 30.6, (2, 3): 0.77, (3, 0): 1.33})
+    assert asked[-1] == (2, 0), "it sends again"
+    assert survey.bytes_per_s == [31.2, 30.6, 30.6, 1.33], "and until then its rate is that at which it received"
+    survey.note(2, 34.0)
+    survey.due(1.0, wanted=lambda: True)
+    assert survey.bytes_per_s == [31.2, 30.6, 34.0, 1.33]
+
+
+@pytest.mark.parametrize(("there", "back", "confirmed"), [(1.91, 0.8, True), (14.0, 6.0, False), (6.0, 2.0, False)])
+def test_measurements_of_a_far_slower_link_may_differ_more(there: float, back: float, confirmed: bool) -> None:
+    survey = LinkSurvey(4)
+    first_probes(survey, {(0, 1): 34.6, (1, 2): 31.5, (2, 3): there, (3, 0): back})
+    assert math.isnan(survey.bytes_per_s[3]) != confirmed
+
+
+def test_a_rank_that_receives_fast_and_sends_slowly_is_found() -> None:
+    survey = LinkSurvey(4)
+    for tenth in range(20):
+        due = survey.due(tenth / 10, wanted=lambda: True)
+        if due is not None:
+            survey.note(due[0], 2.0 if due[0] == 2 else 20.0)
+    assert survey.bytes_per_s == [20.0, 20.0, 2.0, 20.0]
+
+
+def test_one_burst_is_enough_where_it_takes_long_and_empty_ones_do_not() -> None:
+    assert is_measured([0.02], [0.4], 0.42), "512 kB over a link of 20 Mbit/s, beside a reduction"
+    assert not is_measured([0.2], [0.4], 0.6), "threads wait that long"
+    assert not is_measured([0.002], [0.02], 0.022)
+    assert is_measured([0.002, 0.002], [0.15, 0.15], 0.31), "two of a slow one"
+    assert not is_measured([0.002, 0.002], [0.02, 0.02], 0.05)
 
 
 def test_the_rate_is_what_the_link_takes_and_not_what_threads_wait() -> None:
