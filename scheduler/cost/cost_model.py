@@ -212,8 +212,8 @@ def _sync(plan: Plan, conditions: Conditions) -> Flow:
         # Ranks see the times of a step while it goes on, so slowness that moves costs no more than one that stays.
         parts = conditions.microbatches or _USUAL_PARTS
         fine = grain(conditions.batch or _USUAL_BATCH, parts)
-        options = {"grain": fine, "fixed_part": conditions.fixed_part, "moving": moves(times)}
-        steps = stolen_makespan(times, parts, **options) + TRANSFER_S
+        fixed_part = conditions.fixed_part
+        steps = stolen_makespan(times, parts, grain=fine, fixed_part=fixed_part, moving=moves(times)) + TRANSFER_S
     interval_s = float(steps.mean()) + ring_s(conditions) + conditions.frozen_s
     return Flow.fresh(interval_s, conditions.world_size, float(steps.std()) / math.sqrt(len(steps)) / interval_s)
 

@@ -126,8 +126,10 @@ class Rounds(StepMode):
             times_s = machines.finish_s[row] - machines.start_s[row]
             parts, fixed_part = int(machines.parts[row]) or _PARTS, float(machines.fixed_part[row])
             fine = grain(int(machines.batch[row]) or _BATCH, parts)
-            options = {"grain": fine, "fixed_part": fixed_part, "moving": self._moves(row)}
-            makespan_s = float(stolen_makespan(times_s, parts, **options)) + TRANSFER_S
+            moving = self._moves(row)
+            makespan_s = TRANSFER_S + float(
+                stolen_makespan(times_s, parts, grain=fine, fixed_part=fixed_part, moving=moving)
+            )
             found_s[row] = min(close_s[row], machines.start_s[row].max() + makespan_s)
             machines.finish_s[row] = np.minimum(machines.finish_s[row], found_s[row])
         return found_s
