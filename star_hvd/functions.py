@@ -111,6 +111,24 @@ def _stay_in_sync(grad: torch.Tensor) -> None:
         driver.pin("a collective of the program is part of its backward pass", equal_batches=True)
 
 
+def _name_in_backward(name: str) -> None:
+    """Name the collectives that Horovod makes where backward goes through one, for the reason that `_named` gives.
+
+    Horovod's own functions look for them in its module; what programs imported from it is as it was.
+    """
+    function = getattr(mpi_ops, name)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        run = runtime.current()
+        if run is not None and run.trains and len(args) == 1 and "name" not in kwargs:
+            run.user_calls[f"backward.{name}"] += 1
+            kwargs["name"] = f"{name}.star.backward.{run.user_calls[f'backward.{name}']}"
+        return function(*args, **kwargs)
+
+    setattr(mpi_ops, name, wrapper)
+
+
 def _process_set(signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
     """The argument `process_set` of a call."""
     return signature.bind(*args, **kwargs).arguments.get("process_set", global_process_set)
@@ -168,6 +186,11 @@ broadcast_async_ = _named(mpi_ops.broadcast_async_)
 alltoall_async = _named(mpi_ops.alltoall_async)
 reducescatter_async = _named(mpi_ops.reducescatter_async)
 grouped_reducescatter_async = _named(mpi_ops.grouped_reducescatter_async)
+for _each in (
+    "allreduce", "grouped_allreduce", "allgather", "grouped_allgather", "alltoall", "reducescatter",
+    "grouped_reducescatter",
+):  # fmt: skip
+    _name_in_backward(_each)
 barrier = _away(mpi_ops.barrier)
 # Ranks may wait for handles in different orders, or use `poll`.
 synchronize = _away(mpi_ops.synchronize, meets=False)

@@ -128,10 +128,13 @@ def a_collective_within_backward_stays_in_sync(ctx: Context) -> None:
         made.append(optimizer)
         contrast(model, optimizer, step)
 
+    expected = _trained(ctx.horovod, plain)[0]
+    if ctx.rank == 0:  # Horovod's own names of unnamed operations count those of the process, which differ from here.
+        horovod.allreduce(torch.ones(1), name="of a part", process_set=ctx.subset)
     got, optimizer = _trained(ctx.relaxed(), contrast)
     assert optimizer.mode == "sync", optimizer.mode
     optimizer.close()
-    assert_same(got, _trained(ctx.horovod, plain)[0], exact=True)
+    assert_same(got, expected, exact=True)
 
 
 @case(ranks=(2,), modes=("sync",), last=True)
