@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import re
 import sys
 import threading
 import time
@@ -62,7 +63,9 @@ class Net:
         connect = zmq.Socket.connect
 
         def through(mine: Any, address: str) -> Any:
-            return connect(mine, self.route(address) if address.startswith("tcp://127.0.0.1:") else address)
+            # A rank may name the address that it comes from: tcp://FROM:0;TO:PORT.
+            near = re.match(r"tcp://([\d.]+:0;)?127\.0\.0\.1:", address)
+            return connect(mine, self.route(address) if near else address)
 
         zmq.Socket.connect = through  # type: ignore[assignment,method-assign]
         self._thread.start()
