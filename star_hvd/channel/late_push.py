@@ -182,7 +182,7 @@ def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_by
     A message's time includes thread scheduling at both ends: a training thread that holds the interpreter lock costs
     5 ms as a rule, and 512 KB in 20 ms look like 26 MB/s on any link. So several bursts are sent, each after an empty
     one; the difference between the fastest of each kind is the link's time. One is enough where that takes long:
-    reductions cross the same link meanwhile, and whoever is to avoid it waits for the rate.
+    reductions cross the same link meanwhile, and what is to avoid it waits for the rate.
 
     Raises:
         DeadlineError: There was no answer within `deadline_s`.
