@@ -2,7 +2,7 @@
 
 ZeroMQ accepts everybody, which costs 0.1 to 0.2 ms of processor time per connection. Where more come than `RATE_PER_S`,
 the kernel drops a share of their requests (a classic BPF filter at the listening socket), which costs a microsecond;
-what is dropped is asked again after a second. Those that are let in may send messages of a handshake only, until `lift`.
+one that is dropped comes again in a second. Those that are let in may send messages of a handshake only, until `lift`.
 Nothing from addresses of the job is dropped. Ranks that share a host connect from addresses of 127.0.0.0/8 that follow
 from their public keys, so that they differ from other users'.
 """
