@@ -356,7 +356,8 @@ class MicrobatchStock:
         if self._began_s:
             self._last_s, self._began_s = time.monotonic() - self._began_s, 0.0
             shares, tasks = self._shares.get(self._step), self._present
-            if shares is not None and shares.first_s > 0.0 and not self._gave_up:
+            # A rank that opened late may have no pass of its own left.
+            if shares is not None and shares.sizes and shares.first_s > 0.0 and not self._gave_up:
                 expected_s = shares.first_s * (shares.fixed + tasks) / (shares.fixed + shares.sizes[0])
                 if self._last_s > _LATE * expected_s:
                     self._give_up()

@@ -13,7 +13,13 @@ from scheduler.rules.leasing import Span, joined
 from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseReturn, ReportConsumed
-from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
+from star_hvd.channel.messages.microbatches import (
+    MicrobatchBegin,
+    MicrobatchGrant,
+    MicrobatchOpen,
+    MicrobatchReturn,
+    MicrobatchShares,
+)
 from star_hvd.coordinator.lease_desk import MicrobatchDesk, flat, spans_of
 from star_hvd.errors import StarError
 from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
@@ -282,3 +288,18 @@ def test_a_pass_that_was_reserved_when_its_loop_was_left_goes_to_the_others() ->
             job._up(), job._down()
     found = sorted(task for part in taken for task in range(part.task, part.stop))
     assert found == [task for task in range(job.layout.tasks(0)) if not 8 <= task < 10]
+
+
+def test_a_rank_that_opened_late_and_has_no_pass_of_its_own_ends_what_it_took_over() -> None:
+    """Its share's first pass has an expected time, though others have begun all of the share."""
+    layout = StepLayout(16, 8, 2, 2, grain=grain(8, 2))
+    sent: list[Message] = []
+    stock = MicrobatchStock(1, layout, MicrobatchOpen(0, 0, 16, 8, 2, False, 0, 7), send=sent.append)
+    share = layout.share
+    stock.on_message(MicrobatchShares(0, 0, 0, [share, share], [], 1.0, 1e-9))
+    stock.on_message(MicrobatchGrant(0, 0, 0, 0, 1))
+    assert stock.decided(0.0) and stock.reserve(0)
+    assert stock.take().granted
+    stock.ended()
+    assert stock.decided(0.0) is False
+    assert [each.task for each in sent if isinstance(each, MicrobatchBegin)] == [0, -1]
