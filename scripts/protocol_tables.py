@@ -44,7 +44,7 @@ SERVER: dict[str, tuple[str, str]] = {
     "ORDER": ("shard 0 -> shard", "one entry of the log: `update`, `send`, `drop`, `cut`, ...; see below"),
     "ARRIVED": ("shard -> shard 0", "all of this shard's chunks of a push are in"),
     "DONE": ("shard -> shard 0", "all orders up to this number are carried out and mirrored"),
-    "JOIN": ("shard -> shard 0", "a shard has come, or come back, and has these orders already"),
+    "JOIN": ("shard -> shard 0", "a shard has come, or come back, since then, and has these orders already"),
 }
 """Way and meaning of each member of `Kind`; the names and numbers are compared with the code."""
 

@@ -110,7 +110,7 @@ class LinkMemory:
         Returns:
             The expected rates: the present ones or, for a link that was slower recently, the weighted mean.
         """
-        now = 1.0 / rate
+        now = 1.0 / np.maximum(rate, 1.0)  # The inverse of less would be infinite, and stay so.
         if self._cost is None or self._step is None or window.step < self._step or len(now) != len(self._cost):
             self._cost, self._step = now, window.step
             self._times, self._slow = np.zeros(len(now)), np.zeros(len(now), dtype=np.bool_)

@@ -40,6 +40,8 @@ may become faster than its pace."""
 
 _FIRST = 8
 """Batches of the first lease, before a pace is known."""
+_LEAST_PACE_S = 1e-9
+"""Requests that are read at once are nearer than the clock can say; ratios of paces stay finite."""
 
 _OVERDUE = 3.0
 """Batch times of silence, beyond the work it holds, after which a rank may be dead and is not planned with."""
@@ -128,10 +130,10 @@ class _Holder:
 
     @property
     def pace_s(self) -> float:
-        """Seconds per batch; NaN where unknown."""
+        """Seconds per batch, `_LEAST_PACE_S` at least; NaN where unknown."""
         if not math.isnan(self.forecast_s):
-            return self.forecast_s
-        return statistics.median(self.paces_s) if self.paces_s else math.nan
+            return max(self.forecast_s, _LEAST_PACE_S)
+        return max(statistics.median(self.paces_s), _LEAST_PACE_S) if self.paces_s else math.nan
 
 
 class LeaseQueue:

@@ -29,6 +29,7 @@ point against the recent updates, the recent updates are wrong."""
 
 _LEAST_WEIGHT = 1e-30
 """An update of less weight counts as zero: the inverse must fit a 32-bit float."""
+_MOST_WEIGHT = 1e30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -373,7 +374,7 @@ class ServerRule:
                 f"rank {push.rank} pushed a gradient of version {push.version}; expected 0..{self.version}, the "
                 "versions of this server: the rank must fetch parameters first"
             )
-        if not 0.0 <= push.weight < math.inf:
-            raise ValueError(f"rank {push.rank} pushed weight {push.weight}; expected a finite number, 0 or more")
+        if not 0.0 <= push.weight < _MOST_WEIGHT:
+            raise ValueError(f"rank {push.rank} pushed weight {push.weight}; expected 0 to {_MOST_WEIGHT:g}")
         if push.count < 1:
             raise ValueError(f"rank {push.rank} pushed {push.count} gradients; expected at least 1")

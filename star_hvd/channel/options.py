@@ -16,6 +16,9 @@ UNTAKEN_TIMEOUT_MS = 5000
 """How long bytes may be unacknowledged in TCP. It detects a path that drops everything even during a large frame, as on
 a slow link some bytes are still acknowledged."""
 _RECONNECT_MS, _MOST_RECONNECT_MS = 50, 400
+_CONNECT_TIMEOUT_MS = 1500
+"""After it a connection is tried anew: the system would ask a host that was cut off, or that drops a share of what a
+crowd asks (`gate`), only after 1, 2, 4, 8, ... seconds more."""
 
 
 def keep_alive(socket: zmq.Socket[Any]) -> None:
@@ -27,5 +30,6 @@ def keep_alive(socket: zmq.Socket[Any]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.TCP_MAXRT, UNTAKEN_TIMEOUT_MS)
+    socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MOST_RECONNECT_MS)

@@ -74,7 +74,9 @@ def killed(folder: Path, *, inside: bool) -> None:
                 made.part(batch, state.epoch, state.step)
                 parts += 1
                 first = made.world == "first"
-                if first and hvd.rank() == VICTIM and state.step == STRIKES_AT and parts == 2:
+                # Inside a step: behind its second pass, or, of a rank that others take over from, its only one.
+                inside_step = parts == 2 if state.step == STRIKES_AT else state.step > STRIKES_AT
+                if first and hvd.rank() == VICTIM and inside_step:
                     os.kill(os.getpid(), signal.SIGKILL)
                 made.optimizer.step()
                 commits = inside and parts == 1 and state.step == COMMITS_AT

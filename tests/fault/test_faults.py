@@ -31,7 +31,9 @@ def test_a_killed_rank_ends_the_job_and_is_named(mode: str, rank: int) -> None:
 def test_a_rank_that_raises_ends_the_job_as_under_horovod(mode: str) -> None:
     result = job(mode, "fail", 1)
     assert result.returncode != 0
-    assert "the user's own mistake" in result.output and "Process name: 1" in result.output, result.tail
+    assert "the user's own mistake" in result.output, result.tail
+    # The launcher names whose process ended first, see below.
+    assert "Process name: 1" in result.output or "Horovod has been shut down" in result.output, result.tail
     assert all(r["steps"] < FATAL_STEPS for r in result.results), "the others must not train on as if it had finished"
 
 

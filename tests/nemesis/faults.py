@@ -24,6 +24,7 @@ __all__ = ["FAULTS", "ROLES", "Nemesis", "possible"]
 
 USUAL_BITS_PER_S, SLOW_BITS_PER_S = 400e6, 2e6
 PAUSES_S, PARTITION_S, SLOW_S, RESETS = (0.3, 1.0, 4.0), 3.0, 4.0, 6
+SERVERS_S = 60.0  # Within this a server that was killed has been replaced, on the busiest machine.
 ROLES = ("worker", "server", "rank 0", "owner")
 FAULTS = ("pause", "kill", "reset", "partition", "rate")
 
@@ -72,7 +73,15 @@ class Nemesis:
             return 0
         if role == "worker":
             return len(self.ready) - 1
-        return self.random.choice([rank for rank in range(len(self.ready)) if self._servers(rank)])
+        return self.random.choice(self._owners())
+
+    def _owners(self) -> list[int]:
+        """The ranks that run a server; one that was killed a moment ago may not have been replaced yet."""
+        limit_s = time.monotonic() + SERVERS_S
+        while not (owners := [rank for rank in range(len(self.ready)) if self._servers(rank)]):
+            assert time.monotonic() < limit_s, f"no rank has had a server for {SERVERS_S:g} s"
+            time.sleep(0.05)
+        return owners
 
     def _servers(self, rank: int) -> list[psutil.Process]:
         found = []

@@ -321,8 +321,10 @@ class Primary:
         found = [values for values in self._arrived[push].values() if values is not None]
         if not found:
             return None
-        dot, mine, recent = (math.fsum(values[i] for values in found) for i in range(3))
-        return dot / math.sqrt(mine * recent) if mine > 0.0 and recent > 0.0 else None
+        # A diverging job's products are infinite, of both signs, which `fsum` does not add.
+        dot, mine, recent = (sum(values[i] for values in found) for i in range(3))
+        cosine = dot / (math.sqrt(mine) * math.sqrt(recent)) if mine > 0.0 and recent > 0.0 else math.nan
+        return cosine if math.isfinite(cosine) else None
 
     def _take(self, events: Sequence[Event], *, answer: bool = True) -> None:
         for event in events:
@@ -349,7 +351,7 @@ class Primary:
                 memory.best_steps, memory.row = int(meta["own_steps"]), list(meta["row"])
         weights = [float(meta["weight"]) for meta in metas]
         losses = [(w, float(m["loss"])) for w, m in zip(weights, metas, strict=True) if m.get("loss") is not None]
-        total = math.fsum(w for w, _ in losses)
+        total = sum(w for w, _ in losses)
         note = {
             "kind": "update",
             "version": update.number + 1,
@@ -357,7 +359,7 @@ class Primary:
             "staleness": [part.staleness for part in chosen],
             "gradients": update.gradients,
             "damped": [part.damped for part in chosen],
-            "loss": math.fsum(w * loss for w, loss in losses) / total if total > 0.0 else None,
+            "loss": sum(w * loss for w, loss in losses) / total if total > 0.0 else None,
         }
         self._notes.append(note)
         self._to_note.append(note)

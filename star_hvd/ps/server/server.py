@@ -66,6 +66,7 @@ class _Job(Outlet):
         self.endpoints = [Endpoint.from_list(each) for each in values["endpoints"]]
         self.mirror = mirror
         self.peers: dict[int, bytes] = {}
+        self.joined_ns: dict[int, int] = {}
         layout = Layout.from_dict(values["layout"])
         spec = OptimizerSpec.from_dict(values["spec"])
         plan = Plan.from_dict(values["plan"])
@@ -98,7 +99,9 @@ class _Job(Outlet):
         identity = shard_identity(self.optimizer_id, self.session, self.index) + os.urandom(8)
         self.link = Dealer(connect(self.server.context, self.server.key, self.endpoints[0], identity), TENSORS)
         self.server.add_link(self.link, self)
-        self._report(Kind.JOIN, version=self.shard.seq)
+        # A connection that reaches the restarted primary just before this one may be read after it: the clock of this
+        # host, on which a shard's process is restarted too, says which one is in use.
+        self._report(Kind.JOIN, version=self.shard.seq, meta={"since_ns": time.monotonic_ns()})
         self._report(Kind.DONE, version=self.shard.finished)
         for rank, step, products in self.shard.whole():
             self.arrived(rank, step, products)
@@ -191,8 +194,6 @@ class _Job(Outlet):
             self.primary.read(what, rank, step, known=meta.get("known"), empty=meta.get("empty", False))
         elif kind == Kind.PRESENCE:
             self.primary.member(rank, str(read_meta(payload).get("what")))
-        elif kind == Kind.JOIN:
-            self.primary.join(rank, header.version)
         elif kind == Kind.ARRIVED:
             meta = read_meta(payload)
             products = meta.get("products")
@@ -205,6 +206,28 @@ class _Job(Outlet):
             self.primary.done(rank, header.version)
         else:
             raise ChannelError(f"a server got a message of kind {Kind(kind).name}, which only workers get")
+
+    def joins(self, identity: bytes, header: Header, payload: Any) -> None:
+        """A shard has connected under this identity: send it the orders it has missed, and further ones there.
+
+        Raises:
+            ChannelError: The message is invalid, or this is not shard 0.
+        """
+        if self.primary is None or header.rank >= self.n_servers:
+            raise ChannelError(f"shard {header.rank} joins shard {self.index}; expected 1..{self.n_servers - 1} at 0")
+        since_ns = read_meta(payload).get("since_ns")
+        if since_ns is None or not is_whole(since_ns):
+            raise ChannelError(f"shard {header.rank} joins since {str(since_ns)[:40]}; expected nanoseconds")
+        if since_ns < self.joined_ns.get(header.rank, 0):
+            self.server.outbox.forget(identity)  # It has connected anew since.
+            return
+        self.joined_ns[header.rank] = since_ns
+        before = self.peers.get(header.rank, identity)
+        self.server.outbox.welcome(identity)
+        self.peers[header.rank] = identity
+        if before != identity:
+            self.server.outbox.forget(before)
+        self.primary.join(header.rank, header.version)
 
     def close(self) -> None:
         """Close the connection to the primary and the mirror."""
@@ -327,13 +350,11 @@ class Server:
         if job is None:
             self._keep(key, frames)
             return
-        if header.kind in (Kind.HELLO, Kind.JOIN):
-            self.outbox.welcome(frames[0].bytes)
         if header.kind == Kind.JOIN:
-            before = job.peers.get(header.rank, frames[0].bytes)
-            job.peers[header.rank] = frames[0].bytes
-            if before != frames[0].bytes:
-                self.outbox.forget(before)
+            job.joins(frames[0].bytes, header, frames[2])
+            return
+        if header.kind == Kind.HELLO:
+            self.outbox.welcome(frames[0].bytes)
         job.take(header, frames[2])
 
     @property

@@ -344,7 +344,7 @@ class Shard:
             # The rank died before it had sent this chunk: the others' factors are scaled up to the same sum.
             scale = 1.0 + left_out / sum(factors)
             factors = [factor * scale for factor in factors]
-        store.apply(factors, buffers, order["row"])
+        store.apply(factors, buffers, order.get("row"))
         store.seq = order["seq"]
         for rank, step, _ in order["parts"]:
             store.applied[rank] = step

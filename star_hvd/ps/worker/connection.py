@@ -39,16 +39,18 @@ class Push:
 
     Attributes:
         carriers: Connections that carry its parts, with the number of the last message on each.
+        again: Servers that were restarted since it was sent, which have to send their part of the answer again.
         sent: Buckets that were sent ahead of its announcement.
         small: Per chunk what is sent instead of its part of the buffer.
         piecewise: Whether its result, and each bucket of its answer, is waited for by itself.
     """
 
-    __slots__ = ("carriers", "exchange", "flats", "meta", "piecewise", "sent", "small", "step")
+    __slots__ = ("again", "carriers", "exchange", "flats", "meta", "piecewise", "sent", "small", "step")
 
     def __init__(self, step: int, meta: dict[str, Any], flats: list[torch.Tensor], exchange: Exchange) -> None:
         self.step, self.meta, self.flats, self.exchange = step, meta, flats, exchange
         self.carriers: dict[Dealer, int] = {}
+        self.again: set[int] = set()
         self.sent: set[int] = set()
         self.small: dict[int, bytes] = {}
         self.piecewise = False
@@ -270,7 +272,10 @@ class Line:
             self._meta(Kind.PRESENCE, 0, {"what": self._presence})
         push = self.push
         if push is not None and not push.answered:
-            self._announce(push, again=index)
+            push.again.add(index)
+            # The former server 0 may not have read, or carried out, what it was told about others.
+            for restarted in sorted(push.again) if index == 0 else (index,):
+                self._announce(push, again=restarted)
             self._send_chunks(push, index, self._sockets[index], range(len(push.flats)))
         if self._begun is not None:
             self._send_chunks(self._begun, index, self._sockets[index], self._begun.sent)

@@ -83,3 +83,13 @@ def test_a_rank_without_a_known_rate_has_no_past() -> None:
     assert cluster.go(4, BAD)[3] == pytest.approx(BAD)
     assert cluster.go(4, np.inf)[3] == pytest.approx(BAD, rel=0.1), "what is not known now was known a moment ago"
     assert cluster.go(1000, np.inf)[3] > 100.0 * BAD, "and not for ever"
+
+
+def test_a_link_of_next_to_no_rate_is_trusted_again() -> None:
+    """The inverse of the smallest rate a message can carry is infinite."""
+    cluster = Cluster()
+    cluster.go(4, 5e-324)
+    assert cluster.go(4, 5e-324)[3] <= 1.0
+    assert cluster.go(10_000, FAST)[3] > 0.0
+    cluster.go(100_000, FAST)
+    assert cluster.go(4, FAST)[3] > 0.9 * FAST

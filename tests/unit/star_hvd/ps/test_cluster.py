@@ -14,13 +14,13 @@ import torch
 import zmq
 
 from scheduler.plan.plan import Plan
-from star_hvd.channel.link import Dealer
+from star_hvd.channel.link import Dealer, Router
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.compression.pushes import shrunk
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.ps.common.auth import connect
-from star_hvd.ps.common.identities import shard_identity
-from star_hvd.ps.common.wire import Header, Kind, pack, read_meta
+from star_hvd.ps.common.auth import Door, connect
+from star_hvd.ps.common.identities import is_identity, shard_identity
+from star_hvd.ps.common.wire import Header, Kind, pack, read_meta, unpack
 from star_hvd.ps.worker.exchange import Exchange, Reply
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, run_all
 
@@ -473,7 +473,11 @@ def test_a_new_process_of_a_shard_gets_no_order_before_those_it_missed() -> None
         made.clients[0].wait(DEADLINE_S)
         time.sleep(0.2)
         assert not list(newcomer.receive()), "it has not said what it knows"
-        newcomer.send([pack(Header(Kind.JOIN, 0, 0, 1)), msgpack.packb({})])
+        newcomer.send([pack(Header(Kind.JOIN, 0, 0, 1)), msgpack.packb({"since_ns": time.monotonic_ns()})])
+        time.sleep(0.2)
+        # A connection that the shard had given up before, of which messages are read only now, gets none.
+        former = Dealer(connect(context, made.key, made.endpoints[0], shard_identity(0, 0, 1) + b"formerly"), TENSORS)
+        former.send([pack(Header(Kind.JOIN, 0, 0, 1)), msgpack.packb({"since_ns": 1})])
         time.sleep(0.2)
         made.clients[0].push(step=2, version=2, flats=made.gradients(0, 2), weight=1.0)
         orders = []
@@ -482,8 +486,33 @@ def test_a_new_process_of_a_shard_gets_no_order_before_those_it_missed() -> None
             orders += [read_meta(frames[1]) for frames in newcomer.receive()]  # type: ignore[index]
         numbers = [order["seq"] for order in orders]
         assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        assert not list(former.receive())
         newcomer.close()
+        former.close()
         context.term()
+
+
+def test_a_new_server_0_is_told_of_the_others_that_were_restarted_too() -> None:
+    """What the former one was told of them was lost with it, and a push would wait for their answer for ever."""
+    with cluster(Plan.ps(1, 1), servers=2) as made:
+        client, contexts = made.clients[0], [zmq.Context() for _ in range(2)]
+        doors = [Door(context, made.key, "127.0.0.1") for context in contexts]  # Of servers that never answer.
+        client.replace(0, doors[0].endpoint)
+        client.push(step=0, version=0, flats=made.gradients(0, 0), weight=1.0)
+        client.replace(1, made.endpoints[1])
+        client.replace(0, doors[1].endpoint)
+        second, again = Router(doors[1].router, TENSORS, is_identity), set()
+        limit_s = time.monotonic() + DEADLINE_S
+        while again != {0, 1}:
+            assert time.monotonic() < limit_s, f"only the restart of {again} was announced"
+            doors[1].router.poll(100)
+            for frames in second.receive():
+                if unpack(frames[1]).kind == Kind.PUSH:  # type: ignore[index]
+                    again.add(read_meta(frames[2])["again"])  # type: ignore[index]
+        client.close()
+        for door, context in zip(doors, contexts, strict=True):
+            door.close()
+            context.destroy(linger=0)
 
 
 def test_parameters_can_be_awaited_bucket_by_bucket() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any
+
+import pytest
 
 from scheduler.plan.plan import Plan
 from star_hvd.ps.server.primary import Links, Primary
@@ -13,7 +17,7 @@ META = {"version": 0, "weight": 1.0, "count": 1, "own_steps": 1, "row": None, "l
 class Process:
     """A primary of two shards, and what it said."""
 
-    def __init__(self, journal: bytes | None = None) -> None:
+    def __init__(self, journal: bytes | None = None, plan: Plan | None = None) -> None:
         self.orders: list[tuple[int, dict[str, Any]]] = []
         self.seq = 0  # Of the latest order.
         self.sent: list[str] = []  # In sequence: orders by shard, results by rank.
@@ -26,7 +30,7 @@ class Process:
             event=self.events.append,
             journal=self.write,
         )
-        self.primary = Primary(Plan.ps(2, 2), 0, 2, frozenset((0, 1)), links, journal)
+        self.primary = Primary(plan or Plan.ps(2, 2), 0, 2, frozenset((0, 1)), links, journal)
 
     def order(self, shard: int, order: dict[str, Any]) -> None:
         self.orders.append((shard, order))
@@ -95,3 +99,29 @@ def test_the_last_update_is_in_every_mirror_before_its_result_is_sent() -> None:
         assert len(each.cuts()) == 1
     first.primary.push(1, 1, META)
     assert first.sent[-1] == "moved to rank 1", "nothing is left to wait for"
+
+
+@pytest.mark.parametrize("losses", [(math.inf, -math.inf), (1e308, 1e308), (math.nan, 1.0)])
+def test_a_diverging_job_s_losses_end_no_server(losses: tuple[float, float]) -> None:
+    first = Process()
+    for rank, loss in enumerate(losses):
+        first.primary.push(rank, 1, {**META, "weight": 10.0, "loss": loss})
+    first.carry_out()
+    assert [result[2]["version"] for result in first.push_results] == [1, 1]
+
+
+@pytest.mark.parametrize("products", [[(math.inf,) * 3, (-math.inf, 1.0, 1.0)], [(1e308,) * 3] * 2])
+def test_a_diverging_job_s_products_end_no_server(products: list[tuple[float, float, float]]) -> None:
+    first = Process(plan=dataclasses.replace(Plan.ps(2, 1), guard="damp"))
+    first.primary.push(0, 1, META)
+    for shard, values in enumerate(products):
+        first.primary.arrived(shard, 0, 1, values)
+    first.carry_out()
+    assert [result[2]["version"] for result in first.push_results] == [1]
+
+
+def test_a_weight_that_no_sum_can_hold_is_refused() -> None:
+    first = Process()
+    first.primary.push(0, 1, {**META, "weight": 1e308})
+    first.carry_out()
+    assert "1e+308" in first.push_results[0][2]["reason"]

@@ -218,7 +218,9 @@ ABSURD = [
     (Kind.ARRIVED, 1, {"rank": 1 << 40, "products": None}),
     (Kind.ARRIVED, 1, {"products": None}),
     (Kind.DONE, 9, {}),
-    (Kind.JOIN, 1 << 31, {}),
+    (Kind.JOIN, 1 << 31, {"since_ns": 1}),
+    (Kind.JOIN, 1, {"since_ns": "ever"}),
+    (Kind.JOIN, 1, {}),
 ]
 
 
