@@ -35,7 +35,7 @@ Array = npt.NDArray[np.float64]
 
 _PRIOR = np.array([0.85, 0.35, 0.15, 0.0, 0.9, 0.05])
 """Prior weights: rounded means of fits to the first 70 % of the twenty matrices in STAR's logs, except for the large
-deviation, of which those have none: contention that lasts 3.4 iterations continues with probability 1 - 1 / 3.4."""
+deviation, which those logs do not contain: contention of 3.4 iterations continues with probability 1 - 1 / 3.4."""
 _PRIOR_REPORTS = 400.0
 """Weight of the prior in reports: 50 iterations of 8 ranks."""
 _MEMORY = 256  # Iterations of exponential forgetting in the fit.

@@ -252,7 +252,7 @@ class CostPolicy:
         )
 
     def explain(self) -> str:
-        """One sentence about the present choice, also when the plan is kept: `no rank is slow: sync`."""
+        """One sentence about the current choice, also when the plan is kept: `no rank is slow: sync`."""
         if self._now is None:
             return "no window was evaluated yet"
         window, active, stragglers = self._now

@@ -1,6 +1,6 @@
 """Measured outcome of a switch, compared with its prediction. Pure: no clock.
 
-Where the cost model is wrong (helper threads beside the ranks on few cores, servers that share them) a plan can make
+If the cost model is wrong (helper threads beside the ranks on few cores, servers that share them) a plan can make
 every step slower than the plan it replaced, on all ranks alike, so that no rank's report shows it. Therefore the time
 between updates is measured under every plan:
 
@@ -11,12 +11,12 @@ gradients counts less than one of four. Freezes are rare and long: blocks with o
 `scheduler.diagnosis.freezes` expects it, is added to the plans that a freeze delays.
 
 Updates are counted in blocks of at least a fifth of a second, since messages come in batches of a tenth. Means of
-blocks are compared, as in a Welch test, not medians: where a rank is slow in a third of the steps, a median reflects
+blocks are compared, as in a Welch test, not medians: if a rank is slow in a third of the steps, a median reflects
 either none or all of it. A block counts as at most four times the plan's median block, to exclude evaluations.
 
 Only comparable conditions are compared. Every block keeps its level: the predicted time of an update in units of a
 typical rank's compute time, which is unchanged when all ranks become slower alike. Blocks whose level differs from the
-plan's present level by a factor above 1.2 are scaled to it; above 2, or with other slow links, they are ignored.
+plan's current level by a factor above 1.2 are scaled to it; above 2, or with other slow links, they are ignored.
 
 A plan that is costlier by 5 % and by 2.5 standard errors is replaced by the previous plan. Its mode is held back for a
 time that doubles with each repetition, unless the prediction is now so much better that the same error would not

@@ -37,7 +37,7 @@ def chunk_bytes(bytes_per_s: float, most: int) -> int:
 
 
 def paced_s(size_bytes: npt.ArrayLike, link_bytes_per_s: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return how long transfers take over links of these rates, all paced that are long enough.
+    """Return how long transfers take over links of these rates if every long enough transfer is paced.
 
     The few unpaced transfers that measure the link are ignored.
 
