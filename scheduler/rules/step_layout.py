@@ -14,7 +14,8 @@ LONGEST = 2
 """Most user batches in a pass: a rank twice as fast as the others computes its share in one."""
 
 _GRAIN = 8
-"""Most tasks of a micro-batch: the share of a rank four times slower than the others is exact to 1/16."""
+"""Most tasks of a micro-batch: the share of a rank four times slower than the others is right to a sixteenth of a
+step."""
 
 
 def grain(batch: int, parts: int) -> int:

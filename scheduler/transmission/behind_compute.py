@@ -33,7 +33,7 @@ Times = Array | float
 
 
 def _left_s(transfer_s: Times, compute_s: Times, edge: float) -> Array:
-    """Exposed part of a transfer beside compute that can hide all but the fraction `edge` of it."""
+    """Exposed time of a transfer beside compute that can hide all but the fraction `edge` of it."""
     return np.maximum(edge * np.asarray(transfer_s), np.asarray(transfer_s) - (1.0 - edge) * np.asarray(compute_s))
 
 
