@@ -379,12 +379,15 @@ class MicrobatchPool:
             given: Unstarted runs that the rank gives back because it has become slow; they become free.
 
         Raises:
-            ValueError: It does not have these tasks.
+            ValueError: It does not have these tasks; nothing has changed.
         """
         worker, found = self._workers[rank], self._steps.get(step)
+        before = deque(found.queues[rank]) if found is not None else None
         if task >= 0 and (found is None or tasks < 1 or not found.remove(rank, (task, task + tasks))):
             raise ValueError(f"rank {rank} begins {tasks} tasks from {task} of step {step}, which it does not have")
         if given and (found is None or not found.free_all(rank, given)):
+            if found is not None and before is not None:
+                found.queues[rank] = before
             raise ValueError(f"rank {rank} gives back tasks {list(given)} of step {step}, which it does not have")
         if task_s > 0.0 and worker.tasks:
             self.times.note(rank, worker.tasks, task_s, (self.epoch, worker.of_step))
