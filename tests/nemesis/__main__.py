@@ -32,6 +32,8 @@ RANKS, STRIKES = 4, 3
 READY_S, JOB_S = 300.0, 300.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 SKIPPED = 77
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "STAR_RUN_LOG": "0", "PYTHONFAULTHANDLER": "1"}
+TAIL, LONG_TAIL = 40, 1000  # Lines of output that are shown of a job that was wrong, and of one that had to be ended.
 
 
 @dataclass
@@ -42,6 +44,7 @@ class Outcome:
     mode: str
     faults: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    stuck: bool = False
     longest_s: float = 0.0
     elapsed_s: float = 0.0
     output: str = ""
@@ -91,7 +94,7 @@ def run(seed: int, mode: str, strikes: list[tuple[str, str]]) -> Outcome:
             job = subprocess.Popen(
                 netns_command(folder / "hosts.json", "tests.nemesis.job", str(folder), mode),
                 cwd=REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "STAR_RUN_LOG": "0"},
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), **ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -132,6 +135,8 @@ def _go_through(
         code = job.wait(JOB_S)
     except subprocess.TimeoutExpired:
         outcome.wrong.append(f"it did not end within {JOB_S:g} s of the last fault")
+        outcome.stuck = True
+        nemesis.stacks()
         return
     results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("rank?.json"))]
     if code != 0 or len(results) < RANKS:
@@ -167,7 +172,8 @@ def main(arguments: list[str]) -> int:
         said = "; ".join(outcome.wrong) or "good"
         console.print(f"seed {seed}: {mode}: {', '.join(outcome.faults)}: {said} ({outcome.elapsed_s:.0f} s)")
         if outcome.wrong:
-            console.print("\n".join(outcome.output.splitlines()[-40:]), markup=False, highlight=False)
+            tail = outcome.output.splitlines()[-(LONG_TAIL if outcome.stuck else TAIL) :]
+            console.print("\n".join(tail), markup=False, highlight=False)
     console.print(_table(outcomes))
     return int(any(outcome.wrong for outcome in outcomes))
 

@@ -25,6 +25,7 @@ __all__ = ["FAULTS", "ROLES", "Nemesis", "possible"]
 USUAL_BITS_PER_S, SLOW_BITS_PER_S = 400e6, 2e6
 PAUSES_S, PARTITION_S, SLOW_S, RESETS = (0.3, 1.0, 4.0), 3.0, 4.0, 6
 SERVERS_S = 60.0  # Within this a server that was killed has been replaced, on the busiest machine.
+STACKS_S = 2.0
 ROLES = ("worker", "server", "rank 0", "owner")
 FAULTS = ("pause", "kill", "reset", "partition", "rate")
 
@@ -67,6 +68,17 @@ class Nemesis:
             "partition": self._partition, "rate": self._slow,
         }  # fmt: skip
         acts[fault](victim, role)
+
+    def stacks(self) -> None:
+        """Have every process of the job write where its threads are, to its output; servers end by it."""
+        servers = [server for rank in range(len(self.ready)) for server in self._servers(rank)]
+        for rank in range(len(self.ready)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                psutil.Process(self.ready[rank]["pid"]).send_signal(signal.SIGUSR1)
+        for server in servers:  # In their environment is PYTHONFAULTHANDLER.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                server.send_signal(signal.SIGABRT)
+        time.sleep(STACKS_S)
 
     def _rank(self, role: str) -> int:
         if role == "rank 0":

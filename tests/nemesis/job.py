@@ -6,8 +6,10 @@ samples its gradients were of, what became of their weights, and its parameters 
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -58,6 +60,7 @@ def step(net: torch.nn.Module, optimizer: Any, inputs: torch.Tensor) -> None:
 
 
 def main(folder: Path, mode: str) -> None:
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # Where it waits, should the job not end: `Nemesis.stacks`.
     torch.set_num_threads(1)
     hvd.init()
     rank = int(hvd.rank())

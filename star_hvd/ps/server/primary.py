@@ -55,7 +55,8 @@ class _Memory:
     metas: dict[PushId, dict[str, Any]] = field(default_factory=dict)
     push_results: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
-    absent: set[int] = field(default_factory=set)
+    inactive: set[int] = field(default_factory=set)  # By their own word: they push nothing for now.
+    silent: set[int] = field(default_factory=set)  # By the owner's word: nobody hears them.
     best_steps: int = -1
     row: list[float] | None = None
     cut: dict[str, int] | None = None
@@ -105,6 +106,11 @@ class Primary:
     def version(self) -> int:
         """Version of the parameters once all orders are executed."""
         return self._memory.rule.version
+
+    @property
+    def _absent(self) -> set[int]:
+        """The ranks that no update waits for."""
+        return self._memory.inactive | self._memory.silent
 
     @property
     def guards(self) -> bool:
@@ -205,8 +211,17 @@ class Primary:
         self._order({"op": kind, "rank": rank, "request": request, **what})
         self._flush()
 
-    def member(self, rank: int, what: str) -> None:
+    def member(self, rank: int, what: str, *, own: bool = False) -> None:
         """A rank is `absent`, `present`, `lost` (absent, with a dead process), or has a new process (`forget`).
+
+        A rank that is absent by its own word or by the owner's is not waited for. The two come by different ways: the
+        owner's that a rank is heard again may be late, when the rank has said that it pushes nothing for now. Waiting
+        for it then would have no end where it waits for the others, at the end of an epoch for example.
+
+        Args:
+            rank: The rank.
+            what: One of these.
+            own: Whether the rank says so itself.
 
         Raises:
             ChannelError: There is no such rank or state.
@@ -220,12 +235,10 @@ class Primary:
         if what == "forget":
             memory.rule.forget(rank)
             self._forget(rank)
-        elif what == "present":
-            memory.absent.discard(rank)
-            self._take(memory.rule.present(rank))
         else:
-            memory.absent.add(rank)
-            self._take(memory.rule.absent(rank))
+            said = memory.inactive if own else memory.silent
+            (said.discard if what == "present" else said.add)(rank)
+        self._take((memory.rule.absent if rank in self._absent else memory.rule.present)(rank))
         self._feed()
         self._flush()
 
@@ -314,7 +327,7 @@ class Primary:
         if plan.guard != "none":
             return False
         expected = rule.expected(rank)
-        present = set(pushers(plan)) - self._memory.absent
+        present = set(pushers(plan)) - self._absent
         return expected is not None and present <= set(expected)
 
     def _cosine(self, push: PushId) -> float | None:
@@ -436,6 +449,7 @@ class Primary:
         memory = self._memory
         memory.push_results.pop(rank, None)
         memory.applied.pop(rank, None)
+        memory.inactive.discard(rank)  # Its former process said so.
         self._noted.pop(rank, None)
         for push in [push for push in self._unfed if push[0] == rank]:
             del self._unfed[push]

@@ -193,7 +193,7 @@ class _Job(Outlet):
             what = "pull" if kind == Kind.PULL else "state"
             self.primary.read(what, rank, step, known=meta.get("known"), empty=meta.get("empty", False))
         elif kind == Kind.PRESENCE:
-            self.primary.member(rank, str(read_meta(payload).get("what")))
+            self.primary.member(rank, str(read_meta(payload).get("what")), own=True)
         elif kind == Kind.ARRIVED:
             meta = read_meta(payload)
             products = meta.get("products")

@@ -115,6 +115,7 @@ class Line:
         os.set_blocking(self._wakeup[1], False)
         self._requests = 0
         self._begun: Push | None = None  # Of which buckets were sent, and which is not announced.
+        self._unheard: set[int] = set()  # Servers that have not answered since the connection to them was made anew.
         self._presence: str | None = None  # Last announced presence of this worker.
         self._thread = threading.Thread(target=self._run, name="star-ps-client", daemon=True)
 
@@ -272,18 +273,37 @@ class Line:
             self._meta(Kind.PRESENCE, 0, {"what": self._presence})
         push = self.push
         if push is not None and not push.answered:
+            self._send_chunks(push, index, self._sockets[index], range(len(push.flats)))
+        if self._begun is not None:
+            self._send_chunks(self._begun, index, self._sockets[index], self._begun.sent)
+        self._unheard.add(index)
+        if index == 0:
+            self._repeat(index)
+
+    def _repeat(self, index: int) -> None:
+        """Ask for what a server that was restarted may not have sent, or may have sent in vain."""
+        push = self.push
+        if push is not None and not push.answered:
             push.again.add(index)
             # The former server 0 may not have read, or carried out, what it was told about others.
             for restarted in sorted(push.again) if index == 0 else (index,):
                 self._announce(push, again=restarted)
-            self._send_chunks(push, index, self._sockets[index], range(len(push.flats)))
-        if self._begun is not None:
-            self._send_chunks(self._begun, index, self._sockets[index], self._begun.sent)
         with self.changed:
             unanswered = [each for each in self.reads.values() if not each.complete]
             self.reads.clear()
         for exchange in unanswered:
             self._ask(exchange)
+
+    def _note_heard(self) -> None:
+        """Servers that know their new connection: what they send from now on comes.
+
+        One that is told twice of its restart, or after it was found by itself, answers to the connection that was given
+        up, until it has heard the new one; so it is asked no sooner. What server 0 is asked comes by its connection.
+        """
+        for index in [each for each in self._unheard if self._sockets[each].stream.peer]:
+            self._unheard.discard(index)
+            if index:
+                self._repeat(index)
 
     def _drain(self, source: Dealer) -> None:
         for frames in source.receive(_BATCH):
@@ -297,6 +317,8 @@ class Line:
                 self.malformed += 1
                 if self.malformed <= 10:
                     logger.warning("rank %d dropped a message of a parameter server: %s", self.rank, error)
+        if self._unheard:
+            self._note_heard()
         push = self.push
         if push is not None and push.exchange.complete and push.answered:
             with self.changed:  # The last event may have been an acknowledgement, see `Push.answered`.

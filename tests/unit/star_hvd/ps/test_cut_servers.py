@@ -181,6 +181,36 @@ def test_resets_at_any_moment_lose_and_double_nothing(x: int, ahead: bool) -> No
         assert sum(proxy.cuts for proxy in made.proxies) > 5
 
 
+@pytest.mark.parametrize("what", ["push", "read"])
+def test_what_a_server_sends_to_a_connection_that_was_given_up_is_asked_for_again(what: str) -> None:
+    """A worker told twice of a restart connects anew to a process that knows it already, and that answers meanwhile."""
+    with cut_cluster(Plan.ps(2, 2), servers=2) as made:
+        client, other = made.clients
+        client.pull(DEADLINE_S)
+        shard = made.server_of(1)._jobs[0, 0].shard
+        if what == "push":
+            client.push(step=0, version=0, flats=made.gradients(0, 0), weight=1.0)
+            assert within(lambda: len(shard._seen.get((0, 0), ())) == len(shard.stores), RECOVERY_S)
+        way = Proxy(made.endpoints[1].port)
+        way.refuse()
+        client.replace(1, Endpoint("127.0.0.1", way.port, made.endpoints[1].public_key))
+        time.sleep(0.5)  # It has told server 0.
+        reader = threading.Thread(target=lambda: client.pull(DEADLINE_S), daemon=True)
+        if what == "push":
+            other.push(step=0, version=0, flats=made.gradients(1, 0), weight=1.0)
+            assert other.wait(RECOVERY_S).version == 1
+        else:
+            reader.start()
+            time.sleep(0.5)
+        way.refuse(False)
+        if what == "push":
+            assert client.wait(RECOVERY_S).version == 1
+        else:
+            reader.join(RECOVERY_S)
+            assert not reader.is_alive(), "it waits for what was sent to the former connection"
+        way.close()
+
+
 def test_reads_presence_and_the_end_of_a_mode_survive() -> None:
     with cut_cluster(Plan.ps(2, 2), servers=2) as made:
         all_step(made, 2, 0)

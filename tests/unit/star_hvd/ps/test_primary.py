@@ -125,3 +125,53 @@ def test_a_weight_that_no_sum_can_hold_is_refused() -> None:
     first.primary.push(0, 1, {**META, "weight": 1e308})
     first.carry_out()
     assert "1e+308" in first.push_results[0][2]["reason"]
+
+
+def pushed(process: Process, rank: int, step: int) -> list[tuple[int, int]]:
+    """One push that both shards have; whose pushes have got their results so far."""
+    process.primary.push(rank, step, META)
+    for shard in (0, 1):
+        process.primary.arrived(shard, rank, step, None)
+    return [(each, of) for each, of, _ in process.push_results]
+
+
+SSP = Plan.ps(2, 1, rule="ssp", slack=1)
+
+
+@pytest.mark.parametrize("plan", [SSP, Plan.ps(2, 2)], ids=["ssp", "all"])
+@pytest.mark.parametrize("again", [False, True], ids=["", "server anew"])
+def test_a_rank_without_work_is_not_waited_for_because_it_is_heard_again(plan: Plan, again: bool) -> None:
+    """It waits for the others, at the end of an epoch, when the owner's word comes late, or is repeated."""
+    made = Process(plan=plan)
+    made.primary.member(1, "absent")  # The coordinator has not heard it for a while,
+    made.primary.member(1, "absent", own=True)  # it has begun all of its samples,
+    if not again:
+        made.primary.member(1, "present")  # and is heard again.
+    assert pushed(made, 0, 1) == [(0, 1)]
+    if again:  # A new process begins with what its owner knows, and with what the former one has written.
+        made = Process(made.journal, plan=plan)
+        made.primary.member(1, "present")
+    for step in range(2, 6):
+        assert (0, step) in pushed(made, 0, step), "it waits for a rank that waits for it"
+    made.primary.member(1, "present", own=True)
+    assert pushed(made, 0, 6)[-1] == ((0, 6) if plan is SSP else (0, 5)), "one ahead, as the plan says"
+    assert (0, 7) not in pushed(made, 0, 7)
+
+
+def test_a_silent_rank_is_not_waited_for_because_it_says_that_it_has_work() -> None:
+    made = Process()
+    made.primary.member(1, "absent")
+    made.primary.member(1, "present", own=True)
+    assert pushed(made, 0, 1) == [(0, 1)]
+    made.primary.member(1, "present")
+    assert pushed(made, 0, 2) == [(0, 1)]
+
+
+def test_a_rank_s_new_process_is_not_absent_by_the_word_of_its_former_one() -> None:
+    made = Process()
+    made.primary.member(1, "absent", own=True)
+    made.primary.member(1, "lost")
+    made.primary.member(1, "forget")
+    assert pushed(made, 0, 1) == [(0, 1)], "it is not heard yet"
+    made.primary.member(1, "present")
+    assert pushed(made, 0, 2) == [(0, 1)]
