@@ -239,7 +239,7 @@ class Fences:
 
 
 class Streams:
-    """Create the fences of one optimizer.
+    """Creates the fences of one optimizer.
 
     Args:
         buckets: The optimizer's buckets, extended in place when parameters are added.

@@ -51,14 +51,14 @@ class Contribution:
         fresh: Whether the rank's own gradient is in this step.
         own_steps: Gradients the rank has computed so far.
         flag_plan_id_delta: Id of the prepared plan minus that of the active one, None when no plan is prepared.
-        manual: Whether helpers cannot replay this step (the user works between `synchronize` and `step`).
+        manual: Whether helpers cannot replay this step (the user changes gradients between `synchronize` and `step`).
         loss: Loss of the batch; NaN if none was recorded, infinite if it was not a number.
         weight: Weight of the fresh gradient.
         local_sqr: Weight times squared norm of the local gradient, None when not sampled.
         folds: Fraction of the buckets into which a late gradient was folded.
         hyper: The leader's hyperparameters, None for the other ranks.
         checksum: 24 bits over the parameters, None when not due.
-        waited: Whether gradients waited for this header: the user works between `backward` and `step`.
+        waited: Whether gradients waited for this header, as the user's program works between `backward` and `step`.
         manual_before: `manual` of the previous step, if that became known only after its header was sent.
         wire: Encoding that the members' leader requests for the next step (`Wire.wanted`), 0 on the other ranks.
         interval_s: Time between this rank's two latest arrivals, NaN if not wanted.

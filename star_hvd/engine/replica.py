@@ -242,8 +242,10 @@ class Replica:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """The caller copies live parameters or state inside the block, while no thread may change them: under
-        `apply_lock` or, while the training thread is inactive, under the engine's lock."""
+        """The caller copies live parameters or state inside the block, while no thread may change them.
+
+        Called under `apply_lock` or, while the training thread is inactive, under the engine's lock.
+        """
         if self._streams.devices:
             self._written.order(*self.applier.tensors())
         yield

@@ -50,7 +50,7 @@ __all__ = ["StepEngine"]
 
 
 class StepEngine:
-    """Run the steps of one optimizer on one rank; see the module docstring.
+    """Runs the steps of one optimizer on one rank; see the module docstring.
 
     Args:
         rank: This rank.
@@ -590,8 +590,12 @@ class StepEngine:
         self.set_inactive(True)
 
     def under_way(self) -> tuple[int, bool, bool]:
-        """Return the first step not wholly submitted here (-1 outside common steps), whether part of it is submitted,
-        and whether the step before it is in flight."""
+        """Return where this rank is in the steps.
+
+        Returns:
+            The first step not wholly submitted here (-1 outside common steps), whether part of it is submitted, and
+            whether the step before it is in flight.
+        """
         with self.lock:
             if self.plan.family != "all_ranks":
                 return -1, False, False
@@ -729,8 +733,10 @@ class StepEngine:
         return self.replica.computing and self.averaging is not None and self.averaging.absorbable
 
     def _changed(self) -> None:
-        """Wake the training thread if it waits, and the helper only if it has work: each needless wake-up takes the
-        interpreter from the training thread, half a millisecond per step."""
+        """Wake the training thread if it waits, and the helper only if it has work.
+
+        Needless wake-ups take the interpreter from the training thread, half a millisecond per step.
+        """
         self.lock.notify_all()
         if self._due():
             self.helper_wake.notify_all()
@@ -740,8 +746,11 @@ class StepEngine:
             raise self.failure
 
     def _out_of_common_steps(self) -> bool:
-        """Whether the training thread's gradient does not belong to the current step: it computes on other parameters,
-        or the step consists of something else (`local`, which this thread has not entered yet)."""
+        """Whether the training thread's gradient does not belong to the current step.
+
+        It computes on other parameters, or the step consists of something else (`local`, which this thread has not
+        entered yet).
+        """
         elsewhere = not self.taking_part or self.plan.mode == "local"
         return elsewhere or self.step != self.next_step or not self.replica.state.in_common_steps
 

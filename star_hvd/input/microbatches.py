@@ -124,8 +124,10 @@ class MicrobatchStock:
     # ---- training thread ------------------------------------------------------------------------------------
 
     def decided(self, limit_s: float) -> bool:
-        """Wait until there is another micro-batch of this step for this rank, or the step is closed. Return whether
-        that happened in time.
+        """Wait until there is another micro-batch of this step for this rank, or the step is closed.
+
+        Returns:
+            Whether that happened within `limit_s`.
 
         Raises:
             ValueError: This rank's samples differ from those of the others.
@@ -141,11 +143,13 @@ class MicrobatchStock:
             return decided
 
     def reserve(self, steps_made: int) -> bool | None:
-        """Reserve this rank's next micro-batch of the step. True if there is one (it now counts as begun), False if the
-        step is over for this rank, None if undecided. Does not wait.
+        """Reserve this rank's next micro-batch of the step. Does not wait.
 
         Args:
             steps_made: Steps that the parameters have had.
+
+        Returns:
+            True if there is one (it now counts as begun), False if the step is over for this rank, None if undecided.
         """
         with self._changed:
             found = self._find()

@@ -63,7 +63,7 @@ class Overlapped(Protocol):
 
 
 class StepDriver:
-    """Drive one optimizer's engine and its helper thread.
+    """Drives one optimizer's engine and its helper thread.
 
     Args:
         number: Number of the optimizer, equal on all ranks.
@@ -80,7 +80,7 @@ class StepDriver:
         mid_step: Returns whether the user is between backward and step, where nothing may be changed.
         forget_parts: Discards the gradients of micro-batches whose step the loop has abandoned.
         whole_only: Returns why a batch cannot be repeated in parts, empty if it can.
-        hold_gradients: Prepares for that; returns the parameters that keep the gradient of what is repeated.
+        hold_gradients: Prepares for the repetition; returns the parameters that keep the batch's gradient.
         equal_batches: Why batches that differ between ranks are refused, empty if they are not.
         overlapped: Its overlapped steps, if it has any.
         on_stop: Functions called when it ends.
@@ -568,7 +568,7 @@ class StepDriver:
 
 
 class _NamedFailures:
-    """Turn the failure of a collective into one that names the lost rank."""
+    """Turns the failure of a collective into one that names the lost rank."""
 
     def __init__(self, driver: StepDriver) -> None:
         self._driver = driver

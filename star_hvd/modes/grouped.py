@@ -30,7 +30,7 @@ _KINDS = ("params", "moved", "dropped")
 class GroupSteps(ServerSteps):
     """Steps of mode `grouped`: `ServerSteps` for a group, whose members sum their gradients first.
 
-    While a member is inactive, its proxy (a thread) contributes nothing in its place, so that the others need not wait.
+    While a member is inactive, its proxy (a thread) contributes zeros in its place, so that the others need not wait.
 
     Args:
         engine: See `ServerSteps`.
@@ -105,7 +105,10 @@ class GroupSteps(ServerSteps):
 
     @property
     def acts_on(self) -> int:
-        """Until it is over, members meet once more on their process set, even if another plan is already in force."""
+        """Id of this plan until the group is over, then of the plan in force.
+
+        Members meet once more on their process set even if another plan is already in force.
+        """
         return self._engine.plan.plan_id if self.over else self.plan.plan_id
 
     @property
@@ -143,7 +146,7 @@ class GroupSteps(ServerSteps):
         wait_all(self._collective, handles, self._deadline_s, f"a step of the group of ranks {self._ranks}")
 
     def set_inactive(self, inactive: bool) -> None:
-        """While inactive, have a proxy contribute nothing to the group's steps.
+        """While inactive, have a proxy contribute zeros to the group's steps.
 
         On return the proxy's current step is not waited for: it ends with the other members' next step, and they may
         meanwhile be waiting for this rank outside this package. This rank's own next step waits for it.
@@ -166,14 +169,16 @@ class GroupSteps(ServerSteps):
             super().confirm_inactive()
 
     def drain(self) -> None:
-        """Contribute nothing until the leader has learned of the mode's end."""
+        """Contribute zeros until the leader has learned of the mode's end."""
         while not self.over and self._engine.failure is None:
             with self._turn():
                 self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
 
     def shutdown(self) -> None:
-        """Take part until a step reports that all members are shutting down: if one left earlier, the next step would
-        wait for it forever."""
+        """Take part until a step reports that all members are shutting down.
+
+        If a member left earlier, the next step would wait for it forever.
+        """
         self._shutting_down = True
         if self._proxy is not None:
             self._proxy.join(self._deadline_s)

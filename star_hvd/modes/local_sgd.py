@@ -229,8 +229,10 @@ class LocalSteps:
 
     @property
     def absorbable(self) -> bool:
-        """Whether an averaging waits that replaces this rank's state. (One to be added as a difference is instead
-        included in the helper's next contribution.)"""
+        """Whether an averaging waits that replaces this rank's state.
+
+        One to be added as a difference is instead included in the helper's next contribution.
+        """
         found = self._stood_in
         return found is not None and found[2] is None
 

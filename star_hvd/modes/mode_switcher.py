@@ -69,7 +69,7 @@ class Steps(Protocol):
         ...
 
     def drain(self) -> None:
-        """Contribute nothing until the end that other ranks wait for. Waits."""
+        """Take part without gradients until the end that other ranks wait for. Waits."""
         ...
 
     def shutdown(self) -> None:
@@ -118,7 +118,7 @@ class Services(Protocol):
 
 
 class ModeSwitcher:
-    """Switch one optimizer between modes; see the module docstring.
+    """Switches one optimizer between modes; see the module docstring.
 
     Args:
         number: Number of the optimizer.
@@ -218,8 +218,10 @@ class ModeSwitcher:
         self._carry_out(instructions)
 
     def set_inactive(self, inactive: bool) -> None:
-        """Note whether the training thread delivers no gradients from now on. Does not wait; see
-        `confirm_inactive`."""
+        """Note whether the training thread delivers no gradients from now on.
+
+        Does not wait; see `confirm_inactive`.
+        """
         with self._presence:
             self._take_in(protocol.ThreadInactive() if inactive else protocol.ThreadActive())
 

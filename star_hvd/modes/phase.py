@@ -19,7 +19,6 @@ class Phase:
 
     Attributes:
         typical_s: Compute time of a typical rank, as the coordinator knows it; 0 before it has closed a step.
-        typical_s: Compute time of a usual rank, as the coordinator knows it, 0 before it has closed a step.
     """
 
     def __init__(self, grace_fraction: float) -> None:

@@ -52,7 +52,7 @@ class StepLog(Protocol):
 
 
 class StepReporter:
-    """Send one optimizer's messages about its own steps; it is the engine's listener, called under the engine's lock.
+    """Sends one optimizer's messages about its own steps; it is the engine's listener, called under the engine's lock.
 
     Args:
         number: Number of the optimizer, equal on all ranks.

@@ -83,7 +83,7 @@ class _Record:
 
 
 class SwitchMachine:
-    """Decide what a rank does at each event of a switch; see the module docstring.
+    """Decides what a rank does at each event of a switch; see the module docstring.
 
     Args:
         rank: This rank.
@@ -125,8 +125,11 @@ class SwitchMachine:
 
     @property
     def must_drain(self) -> bool:
-        """Whether other ranks may wait for this one in a mode that was skipped. They reach the plan in force only after
-        that mode has ended, so until then the training thread must not wait for them there."""
+        """Whether other ranks may wait for this one in a mode that was skipped.
+
+        They reach the plan in force only after that mode has ended, so until then the training thread must not wait for
+        them there.
+        """
         return bool(self._in(S.UNDRAINED)) and self._active() is None
 
     @property
@@ -217,8 +220,10 @@ class SwitchMachine:
         return [QueuePreparation(record.plan.plan_id)]
 
     def _preparation_begins(self, record: _Record, event: Event) -> list[Instruction]:
-        """Prepare, unless this rank would then be more than one mode of servers behind: for a busy training thread only
-        the connections to the servers that ended last are kept."""
+        """Prepare, unless this rank would then be more than one mode of servers behind.
+
+        For a busy training thread only the connections to the servers that ended last are kept.
+        """
         plan = record.plan
         own_servers = plan.family in _SERVED and not plan.family == self.in_force.family == "ps"
         if own_servers and self._outdated():
@@ -252,9 +257,11 @@ class SwitchMachine:
     # ---- coming into force -----------------------------------------------------------------------------------------
 
     def _activated(self, record: _Record, event: Event) -> list[Instruction]:
-        """Follow an announced plan, unless this rank takes part in reductions: then it adopts the plan in band, though
-        it may not have read that yet while others are a moment ahead. Following would void a state that this rank has
-        and that other ranks wait to begin with."""
+        """Follow an announced plan, unless this rank takes part in reductions and thus adopts the plan in band.
+
+        It may not have read that yet while others are a moment ahead. Following would void a state that this rank has
+        and that other ranks wait to begin with.
+        """
         assert isinstance(event, PlanActivated)
         if event.plan_id <= self.in_force.plan_id:
             return []

@@ -364,7 +364,7 @@ class ExitMode:
 
 @dataclass(frozen=True, slots=True)
 class DrainMode:
-    """Contribute nothing until no other rank waits for this one there, then `ModeDrained`. Waits."""
+    """Take part without gradients until no other rank waits for this one there, then `ModeDrained`. Waits."""
 
     plan: Plan
     session: int

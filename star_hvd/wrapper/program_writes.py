@@ -19,7 +19,7 @@ _OFTEN_STEPS = 64  # Loading a state during training is one change; two changes 
 
 
 class ProgramWrites:
-    """Compare the parameters at the end of a step and the start of the next; used by the training thread.
+    """Compares the parameters at the end of a step and the start of the next; used by the training thread.
 
     Args:
         applier: Holds the parameters.

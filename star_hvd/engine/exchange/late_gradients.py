@@ -32,7 +32,7 @@ class _Kept:
 
 
 class LateGradients:
-    """Keep at most one gradient per bucket; a second is added to it, and the sum counts as old as the older one.
+    """Keeps at most one gradient per bucket; a second is added to it, and the sum counts as old as the older one.
 
     Args:
         buckets: The optimizer's buckets.
