@@ -1,7 +1,7 @@
 """Checks of messages between workers, servers and their owner, before they change any state.
 
-A msgpack mapping may hold any types, and a wrong one would fail later, with half of the message applied. Every function
-here raises `ChannelError` with what was got and what was expected.
+A msgpack mapping may hold any types; a wrong one would fail later, when half of the message is applied. The functions
+here raise `ChannelError` with the value received and what was expected.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_push(meta: Mapping[str, Any], row_size: int | None = None) -> None:
 
 
 def check_pull(meta: Mapping[str, Any]) -> None:
-    """Check a request for parameters: which version of them its rank has, and whether it wants none anyway."""
+    """Check a request for parameters: the version its rank already has, and whether it wants only an answer."""
     if not (meta.get("known") is None or is_whole(meta["known"])):
         raise _refuse("a request", "known", meta["known"], "a version or nothing")
     if not isinstance(meta.get("empty", False), bool):
