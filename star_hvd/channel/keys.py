@@ -167,7 +167,7 @@ class PrivateFolder:
 
     @staticmethod
     def is_own(path: str) -> bool:
-        """Whether a folder exists, belongs to this user, and only this user can enter it."""
+        """Return whether a folder exists, belongs to this user, and only this user can enter it."""
         try:
             found = os.stat(path, follow_symlinks=False)
         except OSError:

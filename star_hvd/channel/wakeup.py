@@ -22,7 +22,7 @@ class Wakeup:
         self._write.setblocking(False)
 
     def fileno(self) -> int:
-        """The descriptor, -1 after `close`."""
+        """Return the descriptor, -1 after `close`."""
         return self._read.fileno()
 
     def wake(self) -> None:

@@ -161,8 +161,8 @@ class Unregister(Message):
 class OptimizerDropped(Message):
     """A rank has dropped an optimizer; its helper contributes from now on.
 
-    `step` is the first step the rank has not submitted completely, -1 where it does not reduce gradients in steps;
-    `begun` is whether it has submitted a part of that step, `in_flight` whether the step before is still in flight.
+    `step` is the first step the rank has not submitted completely, -1 if it does not reduce gradients in steps;
+    `begun` tells whether it has submitted part of that step, `in_flight` whether the previous step is still in flight.
     """
 
     kind: ClassVar[str] = "dropped"

@@ -27,5 +27,5 @@ def session_prefix(kind: bytes, optimizer_id: int, session: int) -> bytes:
 
 
 def is_identity(name: bytes) -> bool:
-    """Whether `name` has the form of a worker's or a shard's identity."""
+    """Return whether `name` has the form of a worker's or a shard's identity."""
     return len(name) == _IDENTITY.size + (_UNIQUE_BYTES if name[:1] == b"S" else 0) and name[:1] in (b"W", b"S")

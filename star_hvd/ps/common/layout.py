@@ -210,7 +210,7 @@ class Layout:
         return chunk.numel * self.dtype(chunk).itemsize
 
     def of_server(self, index: int) -> tuple[Chunk, ...]:
-        """The chunks of a shard."""
+        """Return the chunks of a shard."""
         return tuple(chunk for chunk in self.chunks if chunk.server == index)
 
     @property

@@ -22,7 +22,7 @@ _MOST_NOTES = 4096
 
 
 def is_whole(value: Any, least: int = 0, most: int = _MOST) -> bool:
-    """Whether a value is an int, not a bool, from `least` to `most`."""
+    """Return whether a value is an int, not a bool, from `least` to `most`."""
     return type(value) is int and least <= value <= most
 
 
@@ -65,7 +65,7 @@ def check_pull(meta: Mapping[str, Any]) -> None:
 
 
 def _is_row(row: Any, size: int | None) -> bool:
-    """Whether a value is a row of hyperparameters or None; infinite ones are allowed."""
+    """Return whether a value is a row of hyperparameters or None; infinite ones are allowed."""
     if row is None:
         return True
     return isinstance(row, list) and (size is None or len(row) == size) and all(map(_is_real, row))
@@ -151,7 +151,7 @@ def check_push_result(result: Mapping[str, Any]) -> None:
 
 
 def _is_note(note: Any) -> bool:
-    """Whether a value is the note of an update or of a dropped push."""
+    """Return whether a value is the note of an update or of a dropped push."""
     if not isinstance(note, dict) or not isinstance(ranks := note.get("ranks"), list) or not all(map(is_whole, ranks)):
         return False
     if note.get("kind") == "drop":

@@ -80,7 +80,7 @@ class Header(NamedTuple):
 
 
 def pack(header: Header) -> bytes:
-    """A header as bytes."""
+    """Return a header as bytes."""
     return _LAYOUT.pack(_MAGIC, _PROTOCOL, *header)
 
 
@@ -105,7 +105,7 @@ def unpack(frame: Any) -> Header:
 
 
 def read_meta(frame: Any) -> dict[str, Any]:
-    """The msgpack mapping in a frame.
+    """Return the msgpack mapping in a frame.
 
     Raises:
         ChannelError: The frame is no msgpack mapping.
@@ -120,7 +120,7 @@ def read_meta(frame: Any) -> dict[str, Any]:
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """Return the bytes of a contiguous CPU tensor, not copied."""
     data: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
     return data
 

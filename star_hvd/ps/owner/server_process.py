@@ -250,7 +250,7 @@ class ServerProcess:
         return process, pipe
 
     def _configuration(self) -> dict[str, Any]:
-        """A new process's first message."""
+        """Return a new process's first message."""
         faults, self._faults = self._faults, None  # Injected once.
         return {
             "rank": self._rank,

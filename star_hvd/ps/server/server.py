@@ -458,7 +458,7 @@ def _two(frames: list[Any]) -> tuple[Header, Any]:
 
 
 def main(parent: int) -> int:
-    """Run a server for the owner behind standard input; returns the exit status.
+    """Run a server for the owner at the other end of standard input. Return the exit status.
 
     Args:
         parent: Process id of the parent, with which this process ends.
@@ -490,7 +490,7 @@ def main(parent: int) -> int:
 
 
 def serve(server: Server, pipe: Pipe) -> int:
-    """Serve until the owner sends `stop` or is gone, then close server and pipe; returns the exit status."""
+    """Serve until the owner sends `stop` or is gone, then close server and pipe. Return the exit status."""
     try:
         server.run()
     except (BrokenPipeError, ConnectionResetError):

@@ -96,7 +96,7 @@ class Exchange:
         return 0 < len(self._not_sent) < len(self._layout.chunks)
 
     def has(self, bucket: int) -> bool:
-        """Whether all of a bucket's parameters are here."""
+        """Return whether all of a bucket's parameters are here."""
         return not self._left[bucket]
 
     @property
