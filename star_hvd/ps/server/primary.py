@@ -219,8 +219,8 @@ class Primary:
         """Note that a rank is `absent`, `present`, `lost` (absent, its process is dead), or a new process (`forget`).
 
         No update waits for a rank that is absent by its own report or by the owner's. The two arrive on different
-        connections: the owner's "present" can arrive after the rank has reported that it pushes nothing for now. Waiting
-        for such a rank would not end if it waits for the others, for example at the end of an epoch.
+        connections: the owner's "present" can arrive after the rank has reported that it pushes nothing for now.
+        Waiting for such a rank would not end if it waits for the others, for example at the end of an epoch.
 
         Args:
             rank: The rank.
