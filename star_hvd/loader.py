@@ -313,7 +313,7 @@ class ShardLoader:
 
     @property
     def _unweighted(self) -> str:
-        """Why all ranks need equally many batches, if no optimizer of this package is there to tell; else empty."""
+        """Without an optimizer of this package, why all ranks need equally many batches; else empty."""
         return "" if self._run.drivers or self._run.world_size == 1 else unweighted()
 
     def _ask_for_next(self) -> None:

@@ -426,7 +426,7 @@ class _Methods:
         """Wait until every gradient is the mean over the step's members.
 
         If this rank is late: its gradient is kept for a later step, and `step()` brings its parameters up to date.
-        Before the last micro-batch of a step it does nothing; likewise `step()`.
+        Like `step()`, it does nothing before the last micro-batch of a step.
         """
         if self._star.whole:
             self._star.core.synchronize(manual=True)

@@ -27,7 +27,7 @@ _handlers: list[Handler] = []
 
 
 def on_death(handler: Handler) -> Callable[[], None]:
-    """Register `handler`, called with thread name and exception when a critical thread fails; return how to undo it."""
+    """Call `handler` with thread name and exception when a critical thread fails; return a function to undo this."""
     _handlers.append(handler)
 
     def undo() -> None:

@@ -125,7 +125,7 @@ class LinkSurvey:
         """Return the rates; for an unknown rate, the upper bound implied by a probe that is still unanswered.
 
         Used for preparations, which may turn out unnecessary. Bounds are given only for links that they show to be slow
-        from both sides, and for links that have received fast; NaN where nothing is suspected.
+        from both sides, and for those of ranks that have received fast; NaN if nothing is suspected.
         """
         waited_s = {rank: now_s - self._asked_s[rank] for rank in self._asked}
         late = {(rank, self._asked[rank]): PROBE_BYTES / each for rank, each in waited_s.items() if each > _LATE_S}

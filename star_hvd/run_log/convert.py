@@ -187,7 +187,7 @@ def point_metric(event: Mapping[str, Any], began_unix_s: float) -> Iterator[Metr
 
 
 def metric_name(name: str) -> str:
-    """Return `name` without characters that MLflow does not accept, at most 250 characters."""
+    """Return `name` with characters that MLflow does not accept replaced, at most 250 characters."""
     return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII).strip("/. ")[:250] or "_"
 
 

@@ -42,7 +42,7 @@ class _Session:
     endpoints: list[Endpoint]
     layout: Layout
     spec: OptimizerSpec
-    begun: bool = False  # Whether its plan came into force, noted in this rank's training thread or elsewhere.
+    begun: bool = False  # Whether its plan came into force, also if past this rank's training thread; many never do.
 
 
 class ServerSessions:
