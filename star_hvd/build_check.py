@@ -111,7 +111,7 @@ def require_equal(builds: Iterable[Build]) -> None:
 
 
 def _spans(ranks: list[int]) -> str:
-    """`0-2,5` for 0, 1, 2 and 5."""
+    """Return `0-2,5` for 0, 1, 2 and 5."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:

@@ -192,7 +192,7 @@ def _network_namespaces() -> str:
 
 
 def _gpus() -> str:
-    """GPUs that NVML finds; without NVML a slow GPU cannot be distinguished from a slow host."""
+    """Describe the GPUs that NVML finds; without NVML a slow GPU cannot be distinguished from a slow host."""
     try:
         import pynvml
     except ImportError:
@@ -207,7 +207,7 @@ def _gpus() -> str:
 
 
 def _channel() -> str:
-    """Interface and address of this host for the other ranks."""
+    """Describe the interface and address of this host for the other ranks."""
     from star_hvd import env
     from star_hvd.channel.keys import own_address
 
@@ -222,12 +222,12 @@ def _channel() -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `star-hvd doctor`."""
+    """Add the options of `star-hvd doctor`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the facts. Exit status 0 if there is no problem, else 1."""
+    """Print the facts; return exit status 0 if there is no problem, else 1."""
     facts = examine()
     if options.json:
         print(json.dumps(facts, indent=1))

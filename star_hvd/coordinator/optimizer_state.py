@@ -253,7 +253,7 @@ class OptimizerState:
         return self._switch is not None
 
     def prepare_failed(self, rank: int, message: PrepareFailed, now_s: float) -> None:
-        """A rank failed to prepare the pending plan: abandon it and block its mode for a while."""
+        """Abandon the pending plan, which a rank failed to prepare, and block its mode for a while."""
         if self._switch is not None and message.plan_id == self._switch.plan.plan_id and not self._switch.irrevocable:
             self._block_mode(f"rank {rank}: {message.reason}", now_s)
 

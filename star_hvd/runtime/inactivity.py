@@ -75,7 +75,7 @@ class Inactivity:
                 self._tell(False, False, reason)
 
     def _tell(self, inactive: bool, out_of_data: bool, reason: str) -> None:
-        """Tell engines, servers and coordinator; called under the lock, which keeps the order. Never waits."""
+        """Notify engines, servers and coordinator; called under the lock, which keeps the order. Never waits."""
         for driver in list(self._drivers.values()):
             driver.set_inactive(inactive)
         if self._drivers:
