@@ -1,18 +1,18 @@
 """Checks that all ranks run the same build of Horovod, before Horovod starts and in the first collective.
 
-Horovod's processes exchange bit vectors and messages without a version. Patch 0004 adds a status bit to each cycle's
-vector, so that between a host with it and one without it every bit after the third has different meanings: tensors are
-mistaken for each other, and with dynamic process sets one side starts a collective that the other does not know.
+Horovod's processes exchange bit vectors and messages without a version number. Patch 0004 adds a status bit to each
+cycle's vector, so every bit after the third means something else on a host with the patch than on one without: tensors
+are mistaken for each other, and with dynamic process sets one side starts a collective that the other does not know.
 Nothing raises; the job hangs or reduces unrelated tensors. The same happens with different versions of NCCL.
 
 The builds are compared in two places:
 
 1. `compare_before_init`, in `star_hvd.init`, before dynamic process sets are enabled and before Horovod's first cycle.
-   It uses only the key-value store of `horovodrun`'s rendezvous, hence works between any two builds. It covers jobs of
+   It uses only the key-value store of `horovodrun`'s rendezvous, so it works between any two builds. It covers jobs of
    a fixed size under Gloo; in elastic training Horovod itself assigns the ranks, and under MPI there is no store.
-2. `require_equal`, in the first collective of all ranks, covers those. Horovod negotiates new tensors by name, not by
-   bit, and no set has been made yet, so different builds still understand each other unless dynamic sets are enabled,
-   which is why the first comparison precedes that.
+2. `require_equal`, in the first collective of all ranks, covers the other jobs. Horovod negotiates new tensors by name,
+   not by bit, and no process set exists yet, so different builds still understand each other unless dynamic sets are
+   enabled; that is why the first comparison comes before they are.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Build:
 
     @property
     def digest(self) -> str:
-        """Equal for compatible builds."""
+        """Digest that is equal for compatible builds."""
         return hashlib.sha256(f"{self.horovod}|{self.patches}|{self.nccl}".encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Build:
 
 
 def own_build() -> Build:
-    """The build of this process; Horovod itself is not imported."""
+    """Return the build of this process, without importing Horovod."""
     facts = patches.build_list()
     entries = facts.get("patches", [])
     content = "".join(f"{entry['number']}:{entry['sha256']};" for entry in entries)
@@ -82,7 +82,7 @@ def own_build() -> Build:
 
 
 def mismatch(builds: Iterable[Build]) -> str | None:
-    """The error's text if these builds, by rank, are incompatible; None where they are equal."""
+    """Return the error's text if these builds, by rank, are incompatible; None if they are equal."""
     groups: dict[str, list[int]] = {}
     found: dict[str, Build] = {}
     hosts: dict[str, set[str]] = {}
@@ -111,7 +111,7 @@ def require_equal(builds: Iterable[Build]) -> None:
 
 
 def _spans(ranks: list[int]) -> str:
-    """`0-2,5` for 0, 1, 2 and 5."""
+    """Return `0-2,5` for 0, 1, 2 and 5."""
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and rank == spans[-1][1] + 1:
@@ -158,10 +158,10 @@ class _Store:
 
 
 def compare_before_init(environ: Mapping[str, str] = os.environ) -> None:
-    """Raise BuildMismatchError on all ranks if builds differ; to be called before Horovod is initialized.
+    """Raise BuildMismatchError on all ranks if builds differ; call it before Horovod is initialized.
 
-    Rank 0 compares the records of all ranks and publishes the result, so that every rank raises the same error. Without
-    a store or an answer of it, or if a rank is late, nothing is raised: `require_equal` compares again later.
+    Rank 0 compares the records of all ranks and publishes the result, so that every rank raises the same error. If
+    there is no store, it does not answer, or a rank is late, nothing is raised: `require_equal` compares again later.
 
     Args:
         environ: The launcher's variables; ranks are waited for as long as in Horovod's own rendezvous.

@@ -18,40 +18,40 @@ class Config:
         reference_samples: Samples that count as weight 1 in a reduction. 0 takes the size of `shard`'s first batch.
         policy: The policy of mode `auto`: `learned` (a trained predictor of time to accuracy, or the cost model where
             no predictor fits), `cost` (the cost model alone) or `rule` (thresholds).
-        background: Whether averagings of `local` go on behind compute, and parameters of servers arrive behind the next
-            forward pass. None leaves it to `auto`, which takes it where the predicted step is shorter; in other modes
-            it is no. Pushes to servers begin within backward unless it is False.
-        least_quorum: Smallest part of the ranks that `auto` lets a step wait for.
+        background: Whether the averaging of `local` overlaps with compute, and parameters from servers arrive during
+            the next forward pass. With None, `auto` uses it where it predicts shorter steps, and a mode named by the
+            user only with its argument `background`. Pushes to servers start within backward unless it is False.
+        least_quorum: Smallest fraction of the ranks that `auto` may choose as a quorum.
         damping: `inverse` weighs a late gradient by 1 / (1 + staleness) (DynSGD); `none` by 1.
         max_staleness: Late gradients older than this many steps are dropped and counted.
-        grace_fraction: A step waits at least this part of its usual compute time for ranks that should be on time.
-            Measured: with 0.0 equal ranks lose 10 to 20 % of their steps to jitter of milliseconds.
-        grace_mads: The wait also covers the median arrival offset plus this many median absolute deviations.
-        quorum_deadline_s: A relaxed step whose quorum is not reached closes after this with the gradients present.
+        grace_fraction: The grace is at least this fraction of the usual compute time of a step. Measured: with 0.0,
+            ranks of equal speed miss 10 to 20 % of their steps because of milliseconds of jitter.
+        grace_mads: The grace also covers the median arrival offset plus this many median absolute deviations.
+        quorum_deadline_s: After this, a relaxed step without its quorum closes with the gradients that are present.
         step_deadline_s: A reduction that takes longer than this ends the job with an error naming the missing
             ranks. Long, because a user may evaluate on one rank while the others wait, as with plain Horovod.
         shutdown_deadline_s: How long a finished rank contributes to the others' steps before it exits.
-        control_deadline_s: Longest wait for an answer of the coordinator.
+        control_deadline_s: Longest wait for an answer from the coordinator.
         heartbeat_s: Interval of every rank's heartbeat.
         lost_after_s: A rank silent for this long counts as lost.
         plan_deadline_s: A plan that is not active after this is abandoned.
-        max_batch: Most samples that a rank may have in a batch under `sync(balanced)`, 0 for what fits in memory; and
-            in a pass under `sync(steal)`, where it is not less than a micro-batch, 0 for two batches of the loader or
-            what of that fits in memory.
+        max_batch: Maximum samples of a rank in a batch under `sync(balanced)`; 0 for as many as fit in memory. Also the
+            maximum in a pass under `sync(steal)`, raised to a micro-batch if smaller; 0 for two batches of the loader,
+            or as many of those samples as fit in memory.
         decide_interval_s: Interval of the windows on which `auto` decides.
         noise_interval_steps: Steps between two measurements of the gradient norms for the noise scale.
         replay_queue: Closed steps queued for a rank that is inside `step()`, before the job waits for it.
-        replica_mismatch: What follows if the ranks' parameters differ after a switch of modes: `log` an error, or
+        replica_mismatch: What to do if the ranks' parameters differ after a switch of modes: `log` an error, or
             `raise` `ReplicaMismatchError` on all ranks. GPUs of different kinds may differ in the last bit.
         encryption: `network` encrypts connections between hosts; if all ranks share one host, tensors and parameter
             servers use unencrypted Unix sockets that only this user can open. `all` encrypts those too. Control is
             always encrypted. Measured on one host: an exchange of 100 MB with a server takes 2.5 to 5 times as long
-            encrypted, 1.2 ms of a core per MB at each end, with no protection beyond that of the sockets' owner.
+            encrypted, and 1.2 ms of a core per MB at each end, without more protection than the sockets' permissions.
         chunk_bytes: Size of a tensor message, at most 4 MiB. 1 MiB: 40 MB messages were 4 times slower than 4 MB ones.
         server_chunk_bytes: Size of a chunk: the unit of a parameter server's messages and updates.
         absent_after_s: Parameter servers do not wait for a rank that has been silent for this long.
-        late_bytes_per_s: Rate of the late gradients of a rank outside a subgroup, 0 to keep below its link's own.
-        report_interval_s: Interval of rank 0's warnings of a rank that stays slow.
+        late_bytes_per_s: Rate at which a rank outside a subgroup sends late gradients; 0 to stay below its link's rate.
+        report_interval_s: Interval between rank 0's warnings about a rank that stays slow.
         stall_warning_s: A step that waits longer than this for ranks is logged with their numbers.
     """
 

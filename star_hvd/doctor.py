@@ -41,7 +41,7 @@ _WAIT_S = 10.0  # Time limit of a subprocess.
 
 
 def examine() -> dict[str, Any]:
-    """All facts of `star-hvd doctor`, as JSON types. Takes about a second, for subprocesses and NVML."""
+    """Return all facts of `star-hvd doctor` as JSON types. Takes about a second, for subprocesses and NVML."""
     horovod = _horovod()
     limits = mode_limits(horovod_patches())
     return {
@@ -78,7 +78,7 @@ def _horovod() -> dict[str, Any]:
 
 
 def torch_facts() -> dict[str, str | None]:
-    """Versions of torch, its CUDA and its NCCL; None where it has none or does not report it."""
+    """Return the versions of torch, its CUDA and its NCCL; None for one that is absent or not reported."""
     try:
         import torch
     except ImportError:
@@ -95,7 +95,7 @@ def torch_facts() -> dict[str, str | None]:
 
 
 def build_problems(horovod: dict[str, Any], now: dict[str, str | None]) -> list[str]:
-    """Mismatches between Horovod's build and the installed torch, as sentences that say what to do.
+    """Return mismatches between Horovod's build and the installed torch, as sentences that say what to do.
 
     Args:
         horovod: `build` (the versions it was built for, empty if not recorded), `cuda` and `nccl` (whether its library
@@ -130,7 +130,7 @@ def _major(version: str) -> str:
 
 
 def problems(horovod: dict[str, Any], limits: dict[str, dict[str, str]]) -> list[str]:
-    """Problems that prevent or limit a mode, as sentences that say what to do."""
+    """Return the problems that prevent or limit a mode, as sentences that say what to do."""
     if horovod["error"]:
         return [f"Horovod cannot be used ({horovod['error']}); {_BUILD}"]
     problems = build_problems(horovod, torch_facts())
@@ -171,7 +171,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _cgroup() -> str:
-    """Whether this process may limit the CPU time of others, by which the benchmarks emulate slow hosts."""
+    """Whether this process may limit the CPU time of others, which the benchmarks do to emulate slow hosts."""
     root = Path("/sys/fs/cgroup")
     version = 2 if (root / "cgroup.controllers").is_file() else 1 if (root / "cpu").is_dir() else 0
     if version == 0:
@@ -192,7 +192,7 @@ def _network_namespaces() -> str:
 
 
 def _gpus() -> str:
-    """GPUs that NVML finds; without NVML a slow GPU cannot be distinguished from a slow host."""
+    """Describe the GPUs that NVML finds; without NVML a slow GPU cannot be distinguished from a slow host."""
     try:
         import pynvml
     except ImportError:
@@ -207,7 +207,7 @@ def _gpus() -> str:
 
 
 def _channel() -> str:
-    """Interface and address of this host for the other ranks."""
+    """Describe the interface and address of this host for the other ranks."""
     from star_hvd import env
     from star_hvd.channel.keys import own_address
 
@@ -222,12 +222,12 @@ def _channel() -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of `star-hvd doctor`."""
+    """Add the options of `star-hvd doctor`."""
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the facts. Exit status 0 if there is no problem, else 1."""
+    """Print the facts; return exit status 0 if there is no problem, else 1."""
     facts = examine()
     if options.json:
         print(json.dumps(facts, indent=1))

@@ -25,14 +25,14 @@ logger = logging.getLogger("star_hvd")
 
 
 class _LoaderHandler(_state.StateHandler):  # type: ignore[misc]  # Horovod is untyped.
-    """A loader of `shard` in the state of an elastic job: after a reset its epoch goes on behind the last commit."""
+    """A loader of `shard` in the state of an elastic job: after a reset its epoch continues from the last commit."""
 
     def __init__(self, value: ShardLoader) -> None:
         super().__init__(value)
         self.save()
 
     def save(self) -> None:
-        """Ask the coordinator what all ranks have consumed; at a commit, behind a step."""
+        """Ask the coordinator what all ranks have consumed; called at a commit, after a step."""
         self._saved = self.value.state_dict()
 
     def restore(self) -> None:
@@ -40,7 +40,7 @@ class _LoaderHandler(_state.StateHandler):  # type: ignore[misc]  # Horovod is u
         self.value.load_state_dict(self._saved)
 
     def sync(self) -> None:
-        """All ranks go on from what the new rank 0 has; a new rank knows nothing of the epoch."""
+        """Continue on all ranks from the state of the new rank 0; new ranks have none of the epoch."""
         self._saved = broadcast_object(self._saved, 0)
         self.restore()
 
@@ -51,8 +51,8 @@ _state.set_handler_registry([*_state.get_handler_registry(), (ShardLoader, _Load
 class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyped.
     """State of an elastic job; see `horovod.torch.elastic.TorchState`.
 
-    A loader of `shard` among the keyword arguments continues in the middle of its epoch after a reset, with every
-    sample once.
+    A loader of `shard` among the keyword arguments continues in the middle of its epoch after a reset, and each sample
+    is still used once.
 
     If a rank is late: a commit is collective. Ranks that wait in it are inactive, so that others do not wait for their
     gradients.
@@ -74,16 +74,16 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
             raise
 
     def restore(self) -> None:
-        """Return to the last commit after a failure of the world, without communication with it.
+        """Return to the last commit after a failure, without communication.
 
-        The runtime is reset first, because loading an optimizer's state in it is collective, and a rank may be dead.
+        The runtime is reset first, because loading an optimizer's state is collective and a rank may be dead.
         """
         runtime.on_reset()
         super().restore()
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for the training function of an elastic job; see `horovod.torch.elastic.run`.
+    """Decorate the training function of an elastic job; see `horovod.torch.elastic.run`.
 
     If a rank is lost: the survivors' steps fail with `HorovodInternalError`, Horovod forms a new world, the state is
     restored to its last commit, and every optimizer found in the state continues in `sync` in the new world. A failure
@@ -107,7 +107,7 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _restart(state: Any) -> None:
-    """Attach the optimizers in `state` to the present world, unless they are attached already."""
+    """Attach the optimizers in `state` to the current world, unless they are attached already."""
     for value in vars(state).values():
         if isinstance(value, torch.optim.Optimizer):
             wrapped = value.__dict__.get("_star_wrapped", lambda: None)()

@@ -61,7 +61,7 @@ def least_quorum() -> float | None:
     """`STAR_LEAST_QUORUM`: a number used instead of `Config.least_quorum`. Default: unset.
 
     Raises:
-        ValueError: It is no number; `Config` checks its size.
+        ValueError: It is not a number; `Config` checks its range.
     """
     value = os.environ.get("STAR_LEAST_QUORUM", "").strip()
     if not value:

@@ -8,11 +8,11 @@ __all__ = ["ChannelError", "DeadlineError", "RankLostError", "ReplicaMismatchErr
 
 
 class StarError(RuntimeError):
-    """Base of errors during training. The message says what was got, what was expected and what to do."""
+    """Base class of errors during training. Messages state what was received, what was expected and what to do."""
 
 
 class ChannelError(StarError):
-    """A peer could not be reached, or sent an invalid message."""
+    """A peer is unreachable, or sent an invalid message."""
 
 
 class DeadlineError(StarError):

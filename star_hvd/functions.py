@@ -1,9 +1,9 @@
 """Horovod's functions for user code, usable while other ranks train.
 
 A rank inside a blocking collective of the user's program delivers no gradients. Once a relaxed mode has been active, it
-reports itself as inactive to the coordinator, so that other ranks do not wait for it. Before that all ranks are at the
-same place of their programs, as under Horovod, and nothing is reported: a rank that leaves a broadcast a little after
-the others would otherwise lose its first gradient.
+reports itself to the coordinator as inactive, so that other ranks do not wait for it. Before that, all ranks are at the
+same place in their programs, as under Horovod, and nothing is reported: otherwise a rank that leaves a broadcast
+slightly after the others would lose its first gradient.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ R = TypeVar("R")
 def _named(function: Callable[P, R]) -> Callable[P, R]:
     """Give every operation a name that is equal on all ranks.
 
-    Horovod numbers unnamed operations by a counter per process. In relaxed modes ranks make different numbers of
-    operations, so that the names of the user's would not match any more.
+    Horovod names unnamed operations by a counter per process. In relaxed modes ranks submit different numbers of
+    operations, so the names of the user's operations would no longer match.
     """
     signature = inspect.signature(function)
     if "name" not in signature.parameters:
@@ -88,10 +88,10 @@ def _named(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _in_graph(function: Callable[P, R]) -> Callable[P, R]:
-    """Keep every optimizer in `sync` where backward goes through an operation: it meets all ranks, within a step.
+    """Keep every optimizer in `sync` if backward passes through the operation, since all ranks then meet within a step.
 
-    Found out in the first backward pass, as with `SyncBatchNorm`, before a relaxed mode can be in force. What the
-    program only looks at, the mean of a loss for example, changes nothing.
+    Detected in the first backward pass, as with `SyncBatchNorm`, before a relaxed mode can be active. Results that the
+    program only reads, such as the mean of a loss, change nothing.
     """
 
     @functools.wraps(function)
@@ -112,9 +112,9 @@ def _stay_in_sync(grad: torch.Tensor) -> None:
 
 
 def _name_in_backward(name: str) -> None:
-    """Name the collectives that Horovod makes where backward goes through one, for the reason that `_named` gives.
+    """Name the collectives that Horovod submits in the backward pass of another, for the reason given in `_named`.
 
-    Horovod's own functions look for them in its module; what programs imported from it is as it was.
+    Horovod's own functions look them up in its module; names that programs have imported from it are unaffected.
     """
     function = getattr(mpi_ops, name)
 
@@ -130,16 +130,16 @@ def _name_in_backward(name: str) -> None:
 
 
 def _process_set(signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
-    """The argument `process_set` of a call."""
+    """Return the argument `process_set` of a call."""
     return signature.bind(*args, **kwargs).arguments.get("process_set", global_process_set)
 
 
 def _away(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
-    """Mark the caller as inactive during `function`, when ranks may be at different steps.
+    """Mark this rank as inactive during `function` while ranks may be at different steps.
 
     Args:
         function: Blocks until all ranks have called it.
-        meets: Whether all ranks call it at the same place of their programs; replicas are then made equal first.
+        meets: Whether all ranks call it at the same place in their programs; replicas are then made equal first.
     """
     named, signature = _named(function), inspect.signature(function)
 
@@ -150,7 +150,7 @@ def _away(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
             return function(*args, **kwargs)
         run.finish_steps()
         if run.mixed:
-            # In a process set of the user's its members do not wait for other ranks.
+            # In a process set of the user's, members do not wait for other ranks.
             together = meets and _process_set(signature, *args, **kwargs) is global_process_set
             with (run.meeting if together else run.inactive)(function.__name__, out_of_data=False):
                 return named(*args, **kwargs)
@@ -203,8 +203,8 @@ allgather_object = _away(hvd.allgather_object)
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Broadcast an optimizer's state from `root_rank`.
 
-    Horovod initializes an empty state by a step on zero gradients, which changes parameters if there is weight decay
-    (AdamW: by lr * wd); here they are restored afterwards. The zero gradients stay, as under Horovod.
+    Horovod initializes an empty state by a step on zero gradients, which changes parameters under weight decay (AdamW:
+    by lr * wd); this function restores them. The zero gradients stay, as under Horovod.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [(param, param.detach().clone()) for param in params]
@@ -215,7 +215,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:
-    """Initialize Horovod; the channel starts with the first optimizer or loader.
+    """Initialize Horovod. The channel starts later, with the first optimizer or loader.
 
     Args:
         comm: See `horovod.torch.init`.
@@ -236,16 +236,16 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
 
 def shutdown() -> None:
-    """Wait until all ranks have finished, while this rank's helper contributes to their steps; then shut Horovod down.
+    """Wait until all ranks have finished, then shut Horovod down.
 
-    Ranks that are lost are not waited for.
+    While this rank waits, its helper contributes to the other ranks' steps. Lost ranks are not waited for.
     """
     runtime.shutdown()
     mpi_ops.shutdown()
 
 
 def join(*args: Any, **kwargs: Any) -> int:
-    """This rank has no more data: wait until all ranks have joined. Returns the last rank to join.
+    """Declare that this rank has no more data and wait until all ranks have joined; return the last rank to join.
 
     While it waits, its helper contributes its late gradients to the other ranks' steps, then zeros.
     """

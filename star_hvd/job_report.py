@@ -38,11 +38,11 @@ class RankLine:
         starved_share: Part of `compute_s` spent runnable without a core.
         late_share: Part of the gradients that missed their step.
         slowdown: Compute time over the reference, for a slow rank; 1 for the others.
-        cause: Of a slow rank, else empty.
-        next_s: Forecast of `compute_s` of the next step.
-        next_low_s: Its 10 % quantile.
-        next_high_s: Its 90 % quantile.
-        slow_next: Probability that it is 1.2 times the typical rank's or more.
+        cause: Cause of a slow rank's slowness; empty for the others.
+        next_s: Forecast of `compute_s` for the next step.
+        next_low_s: 10 % quantile of that forecast.
+        next_high_s: 90 % quantile of that forecast.
+        slow_next: Probability that the next `compute_s` is at least 1.2 times the typical rank's.
     """
 
     rank: int
@@ -64,9 +64,9 @@ class RankLine:
 class Report:
     """The coordinator's state of one optimizer; `str()` gives a table.
 
-    `outcomes` are `scheduler.policy.switch_outcome.SwitchOutcome`s as mappings, with their sentence: each switch's
-    predicted and measured speed. `dropped_messages` were invalid or for ranks that had exited; `repeated_messages` were
-    sent again after a broken connection; `denied_connections` had no key of this job.
+    `outcomes` are `scheduler.policy.switch_outcome.SwitchOutcome`s as mappings, with their sentence: predicted and
+    measured speed of each switch. `dropped_messages` were invalid or for ranks that had exited; `repeated_messages`
+    were sent again after a broken connection; `denied_connections` had no key of this job.
     """
 
     mode: str
@@ -84,7 +84,7 @@ class Report:
     repeated_messages: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return the report as plain values, for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -134,14 +134,14 @@ def record_loss(loss: float | torch.Tensor) -> None:
 def record_metric(
     name: str, value: float | torch.Tensor, step: int | None = None, *, monotonic_s: float | None = None
 ) -> None:
-    """Log a point of a curve, the accuracy for example, to the run log; without effect on ranks other than 0.
+    """Log a point of a curve, the accuracy for example, to the run log. Does nothing on ranks other than 0.
 
     With `STAR_TARGET="accuracy>=0.95"` the first `accuracy` that reaches 0.95 gives the run's time to accuracy.
 
     Args:
         name: Name of the curve.
         value: Its value.
-        step: Global step it belongs to; by default the present one.
+        step: Global step it belongs to; by default the current one.
         monotonic_s: Time (`time.monotonic()`) at which the evaluated parameters were current; by default now.
     """
     run = runtime.current()
@@ -154,14 +154,14 @@ def record_metric(
 
 
 def explain(optimizer: int | None = None) -> str:
-    """One sentence on the active mode: the reason for it, the alternatives, the exposed communication of a step, and
+    """Explain the active mode in one sentence: its reason, the alternatives, the exposed communication of a step, and
     with `Compression.auto` the form of gradients.
 
-    It begins with the step of the decision, as in the log, or the present one without a decision. Only rank 0 can
-    explain; elsewhere, before the first optimizer and after `shutdown()`, the sentence says so.
+    It starts with the step of the decision, as in the log, or the current step if there was no decision. Only rank 0
+    can explain; on other ranks, before the first optimizer and after `shutdown()`, the sentence says so.
 
     Args:
-        optimizer: Its number in the order in which they were made; by default the latest one.
+        optimizer: Its number in order of creation; by default the latest one.
 
     Raises:
         ValueError: There is no such optimizer.
@@ -185,7 +185,7 @@ def explain(optimizer: int | None = None) -> str:
 
 
 def _of_step(engine: OptimizerState) -> str:
-    """An optimizer's sentence with its step, which may be hundreds of steps ago."""
+    """Return an optimizer's sentence with the step of the decision, which may be hundreds of steps ago."""
     text, (step, plan) = engine.explain(), engine.plans[-1]
     if plan.reason and text.startswith(plan.reason):
         return f"step {step}: {plan.label}: {text}"
@@ -204,10 +204,10 @@ def _engine(job: JobState, optimizer: int | None) -> OptimizerState | None:
 
 
 def report(optimizer: int | None = None) -> Report | None:
-    """A report on an optimizer; None on ranks other than 0 and before the first optimizer.
+    """Return a report on an optimizer; None on ranks other than 0 and before the first optimizer.
 
     Args:
-        optimizer: Its number in the order in which they were made; by default the latest one.
+        optimizer: Its number in order of creation; by default the latest one.
 
     Raises:
         ValueError: There is no such optimizer.
@@ -220,7 +220,7 @@ def report(optimizer: int | None = None) -> Report | None:
         if engine is None:
             return None
         window, built = engine.window(), _build(engine, run.coordinator, run.keyring.denied)
-    # Outside the coordinator's lock, as the forecast takes a while.
+    # Outside the coordinator's lock, because the forecast takes a while.
     return replace(built, ranks=_with_forecast(built.ranks, window))
 
 

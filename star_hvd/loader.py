@@ -1,4 +1,4 @@
-"""`shard`: a loader fed by a work queue, so that fast ranks take more batches and all ranks end the epoch together."""
+"""`shard`: a loader fed by a work queue, so that fast ranks take more batches and all ranks end an epoch together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from star_hvd.wrapper.unweighted import unweighted
 
 __all__ = ["ShardLoader", "shard", "weigh", "work"]
 
-_EPOCHS_KEPT = 64  # Of which the waits for leases are known.
+_EPOCHS_KEPT = 64  # In `ShardLoader.lease_waits`.
 _STATE = 1  # Version of `state_dict`.
 
 
@@ -46,41 +46,42 @@ def shard(
     microbatches: int | None = None,
     **options: Any,
 ) -> ShardLoader:
-    """Share a dataset among the ranks by a work queue: every sample once per epoch, more for faster ranks.
+    """Share a dataset among the ranks through a work queue: each sample once per epoch, more for faster ranks.
 
-    Collective: all ranks call it, in the same order when there are several. Each iteration over the result is one
-    epoch with its own permutation. The weight of a rank's gradient follows the size of its batch, so a short last
-    batch counts for less.
+    Collective: all ranks call it, in the same order if there are several loaders. Each iteration over the result is one
+    epoch with its own permutation. The weight of a rank's gradient is proportional to the size of its batch, so a
+    short last batch counts for less.
 
-    A DataLoader keeps everything that was set on it: workers, collate function, pinning, prefetching, persistent
-    workers, worker init, generator, multiprocessing context, timeout, `drop_last`, `in_order`. Only its sampler is
-    replaced: a random or sequential one, or a `DistributedSampler`, by the same order over all ranks; any other
-    sampler or batch sampler is evaluated on every rank and gives the order in which the queue hands out samples. A
-    data set takes the same keywords. An `IterableDataset` is read by each rank for itself, and has to give each rank
-    a share of its own; the queue then counts batches.
+    A DataLoader keeps all its settings: workers, collate function, pinning, prefetching, persistent workers, worker
+    init, generator, multiprocessing context, timeout, `drop_last`, `in_order`. Only its sampler is replaced: a random
+    or sequential one, or a `DistributedSampler`, by the same order over all ranks; any other sampler or batch sampler
+    is evaluated on every rank and gives the order in which the queue hands out samples. For a data set, pass the same
+    settings as keywords. Each rank reads an `IterableDataset` itself, and the data set must give each rank a different
+    share; the queue then counts batches.
 
     Args:
         data: A map-style data set, a DataLoader, or either of an `IterableDataset`.
         batch_size: Samples per batch and rank; required for a data set without batch sampler.
-        shuffle: Whether the order changes from epoch to epoch. Left out: as the DataLoader's sampler does, yes for a
+        shuffle: Whether the order changes from epoch to epoch. By default as with the DataLoader's sampler; yes for a
             data set.
-        seed: Of the permutations, equal on all ranks.
-        drop_last: Leave a short last batch of the epoch out.
-        collate_fn: Makes a batch of a list of samples; torch's default where left out.
-        config: Settings, when no optimizer has been made yet.
-        batches: For an `IterableDataset`: batches of an epoch, of all ranks together.
-        microbatches: Parts into which each batch is cut. An iteration of the loop is one of them; `optimizer.step()`
-            makes a step of the last one of each batch and accumulates the others, `optimizer.stepped` tells. In mode
-            `sync(steal)` ranks that have done theirs take over others', in whole or part, and an iteration is as many
-            samples as pay in one pass, never more than a batch. For `sync`, `sync(steal)` and `auto`.
+        seed: Seed of the permutations, equal on all ranks.
+        drop_last: Whether to leave out a short last batch of the epoch.
+        collate_fn: Makes a batch from a list of samples; torch's default if omitted.
+        config: Settings, if no optimizer has been created yet.
+        batches: For an `IterableDataset`: batches per epoch, over all ranks.
+        microbatches: Number of micro-batches into which each batch is split. Each iteration of the loop yields one;
+            `optimizer.step()` accumulates gradients and makes a step at the last micro-batch of each batch
+            (`optimizer.stepped` tells whether it did). In mode `sync(steal)` ranks that have finished take over
+            micro-batches, or parts of them, from other ranks, and an iteration yields as many samples as are efficient
+            in one pass, at most two batches. For `sync`, `sync(steal)` and `auto`.
         **options: Further keywords of `DataLoader`: `sampler`, `batch_sampler`, `num_workers`, `pin_memory` and so on.
 
     If a rank is late: it takes fewer batches; near the end of an epoch it takes none that the others would have to
-    wait for, and what its workers have loaded and it has not begun is given to the others.
+    wait for, and batches that its workers have loaded but it has not begun go to the others.
 
     Raises:
-        ValueError: No batch size, data without length, a sampler that contradicts its own length, or more parts than
-            a batch has samples.
+        ValueError: No batch size, data without length, a sampler that contradicts its own length, or more
+            micro-batches than a batch has samples.
         TypeError: An unknown keyword.
     """
     if collate_fn is not None:
@@ -128,11 +129,11 @@ class ShardLoader:
     """The loader `shard` returns; `len()` is the number of batches of an epoch on ranks of equal speed.
 
     Attributes:
-        batch_sizer: Says the size of each batch of this rank, where it was set between epochs; None for equal batches,
+        batch_sizer: Gives the size of each of this rank's batches, if it was set between epochs; None for equal batches
             or batch shares.
         repeats: Repeats batches that ran out of memory, see `catch_out_of_memory`.
-        lease_waits: How often the training thread waited for a lease, per epoch that has ended or was left; of the last
-            ones only.
+        lease_waits: How often the training thread waited for a lease, one entry per epoch that ended or was left; the
+            last 64.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class ShardLoader:
         self._number = self._run.client.loader_number()
         self._passes = 0  # Iterations under this number; not the epoch, which may be chosen again.
         self._next_stock: LeaseStock | None = None
-        self._open: _Interrupted | None = None  # The epoch in work, or left in the middle.
+        self._open: _Interrupted | None = None  # The current epoch, or the one left in the middle.
         self._resume: dict[str, Any] | None = None
         reference = batch_size if stream is None else stream.batch_size or 1
         if self._run.reference_samples == 0:
@@ -173,7 +174,7 @@ class ShardLoader:
 
     @property
     def _parts(self) -> int:
-        """Parts into which a batch is cut, 0 for whole ones; one rank alone makes the same step of a whole batch."""
+        """Micro-batches per batch, 0 for whole batches; a single rank makes the same step from a whole batch."""
         return self._microbatches if self._run.world_size > 1 else 0
 
     def __len__(self) -> int:
@@ -188,7 +189,7 @@ class ShardLoader:
         return -(-total // self._run.world_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of the next iteration, after a restart for example. On all ranks alike."""
+        """Choose the permutation of the next iteration, after a restart for example. Same on all ranks."""
         self.epoch = whole_number(epoch, "epoch")
         if self.epoch < 0:
             raise ValueError(f"epoch of a shard loader is {epoch}; expected a number from 0")
@@ -196,14 +197,14 @@ class ShardLoader:
     # ---- an epoch -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        if runtime.current() is not self._run:  # Horovod was initialized anew (elastic).
+        if runtime.current() is not self._run:  # Horovod was initialized again (elastic).
             self._run = runtime.ensure(self._config)
             self._number, self._passes, self._next_stock = self._run.client.loader_number(), 0, None
             self._run.reference_samples = self._run.reference_samples or self._reference_samples
         if self._shares is not None:
             self._run.asked.check_shares(self.batch_size)
         epoch, order, done = self._next_order()
-        # Other ranks may have taken steps without this one since the last epoch, between its backward passes.
+        # Other ranks may have made steps without this one since the last epoch.
         self._run.catch_up()
         if self._parts:
             yield from self._epoch_in_parts(order, epoch, done)
@@ -256,7 +257,7 @@ class ShardLoader:
         _end_epoch(self._run, self._number, stock.epoch)
 
     def _next_order(self) -> tuple[int, EpochOrder, list[int]]:
-        """Number and order of the epoch that begins, and what was consumed of it before."""
+        """Return number and order of the epoch that starts, and the spans of it that were consumed before."""
         resumed, self._resume = self._resume, None
         epoch, self.epoch = self.epoch, self.epoch + 1
         if resumed is None:
@@ -270,12 +271,12 @@ class ShardLoader:
         return epoch, order, resumed["consumed"]
 
     def _samples_left(self, positions: int, done: list[int]) -> int:
-        """Samples of an epoch that ranks are still to take."""
+        """Return the number of samples of an epoch that ranks have yet to take."""
         end = positions - (positions % self.batch_size if self._drop_last else 0)
         return sum(stop - start for start, stop in without([(0, end)], _spans(done)))
 
     def _stock_for(self, positions: int) -> LeaseStock:
-        """The stock of the epoch that begins: the one asked for ahead, where the epoch is as long as expected."""
+        """Return the stock of the epoch that starts: the one requested ahead, if the epoch's length is as expected."""
         stock, self._next_stock = self._next_stock, None
         expected = (positions, self.batch_size, bool(self._unweighted))
         if stock is not None and (stock.samples, stock.batch, stock.even) != expected:
@@ -289,7 +290,7 @@ class ShardLoader:
 
     @property
     def _shares(self) -> BatchSizes | None:
-        """What may give the batches other sizes, None where they stay as they are."""
+        """The object that may change the sizes of batches; None if they cannot change."""
         if self._feeder is None or self.batch_sizer is not None or self._parts:
             return None
         return self._run.client.batch_sizes(self._number)
@@ -312,11 +313,11 @@ class ShardLoader:
 
     @property
     def _unweighted(self) -> str:
-        """Why all ranks need as many batches where no optimizer of this package has a word in that; else empty."""
+        """Without an optimizer of this package, why all ranks need equally many batches; else empty."""
         return "" if self._run.drivers or self._run.world_size == 1 else unweighted()
 
     def _ask_for_next(self) -> None:
-        """Ask for the first samples of the next epoch: they are here when it begins."""
+        """Request the first samples of the next epoch, so that they are here when it starts."""
         positions = self._order.expected()
         if positions is not None:
             self._next_stock = self._new_stock(positions, ask=True)
@@ -334,17 +335,17 @@ class ShardLoader:
     # ---- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs so that the epoch goes on behind it, with any number of ranks.
+        """Return what a checkpoint needs to continue the epoch from here, with any number of ranks.
 
-        Not collective: any rank may call it, alone, at any time, and it waits for no training thread; the state is of
-        the whole job. Consumed are the samples of all batches that ranks took for the steps this rank's parameters
-        have had, all batches delivered where there is no optimizer. So call it where the checkpoint of the model is
-        made: behind `step`, before the next batch.
+        Not collective: any rank may call it alone, at any time, and it waits for no training thread; the state covers
+        the whole job. A sample counts as consumed if a rank took its batch for a step that this rank's parameters
+        contain; without an optimizer, if its batch was delivered. So call it where the model's checkpoint is made:
+        after `step`, before the next batch.
 
         Raises:
-            DeadlineError: Another rank does not answer, or Horovod has been initialized anew.
+            DeadlineError: Another rank does not answer, or Horovod was initialized again.
             RankLostError: Another rank's process has ended.
-            ValueError: The epoch of a stream is in the middle.
+            ValueError: The loader reads a stream and is in the middle of an epoch.
         """
         state: dict[str, Any] = {"version": _STATE, "epoch": self.epoch, "seed": self._seed, "consumed": []}
         state |= {"order": None, "positions": -1, "batch_sampler": isinstance(self._order, BatchOrder)}
@@ -364,10 +365,10 @@ class ShardLoader:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken. On all ranks alike, between epochs, before the first one for example.
+        """Continue from a state of `state_dict`. On all ranks, between epochs or before the first.
 
         Raises:
-            ValueError: The state is of another kind of loader, or of another seed.
+            ValueError: The state is of another kind of loader, or has another seed.
         """
         if state.get("version") != _STATE:
             raise ValueError(f"a shard loader's state has the version {state.get('version')!r}; expected {_STATE}")
@@ -383,11 +384,11 @@ class ShardLoader:
         if self._next_stock is not None and runtime.current() is self._run:
             self._next_stock.close()
         self._next_stock = None
-        self._passes += self._passes > 0  # Not all ranks need have asked for that one; none has before the first.
+        self._passes += self._passes > 0  # Maybe not all ranks requested that epoch ahead; none does before the first.
 
 
 class _Interrupted:
-    """An epoch in work, as far as a state needs it: number, key at the coordinator, order and length."""
+    """What a state needs of the current epoch: number, key at the coordinator, order and length."""
 
     def __init__(self, epoch: int, key: int, order: Any, positions: int) -> None:
         self.epoch, self.key, self.order, self.positions = epoch, key, order, positions
@@ -398,22 +399,22 @@ def _spans(bounds: list[int]) -> list[Span]:
 
 
 def _digest(order: EpochOrder, done: list[int]) -> int:
-    """Equal where order and what was consumed of it before are."""
+    """Return a digest that is equal if the order and the spans consumed before are equal."""
     return order.digest + len(done) + sum(done) % (1 << 32)
 
 
 def weigh(count: float) -> None:
-    """Weigh the gradient of the present batch by what its loss is a mean over, tokens for example, not by its samples.
+    """Weight the current batch's gradient by the number of items its loss averages over (such as tokens), not samples.
 
-    Called before `backward()`, for every batch or micro-batch and on all ranks: the gradient of a step is then the mean
-    over all tokens of the step. Without it a batch weighs as many as it has samples.
+    Call it before `backward()`, for every batch or micro-batch and on all ranks: the gradient of a step is then the
+    mean over all tokens of the step. Without it, a batch's weight is its number of samples.
 
         hvd.weigh(int(mask.sum()))
         loss.backward()
 
     Raises:
-        ValueError: Not a number above 0.
-        StarError: The gradient of this micro-batch is accumulated already.
+        ValueError: `count` is not a number above 0.
+        StarError: The gradient of this micro-batch is already accumulated.
     """
     if not 0.0 < count < math.inf:
         raise ValueError(f"weigh got {count!r}; expected a number above 0")
@@ -421,20 +422,20 @@ def weigh(count: float) -> None:
 
 
 def work(total: int, chunk: int, *, config: Config | None = None) -> Iterator[Span]:
-    """Share the numbers from 0 to `total` among the ranks: an epoch of a pipeline that is no DataLoader.
+    """Share the numbers 0 to `total` - 1 among the ranks: an epoch of a pipeline other than a DataLoader.
 
         for start, stop in hvd.work(len(files), 16):
             for batch in pipeline(files[start:stop]):
                 ...
 
     Collective: all ranks call it, in the same order. Every number is in exactly one range of one rank; fast ranks take
-    more ranges, and all end together, as with `shard`. A range is this rank's when it is handed out; if the loop is
-    left, ranges not handed out are given to the others.
+    more ranges, and all end together, as with `shard`. A range belongs to this rank once the loop has received it; if
+    the loop is left, the remaining ranges go to the other ranks.
 
     Args:
         total: How many numbers, equal on all ranks.
-        chunk: Numbers in a range; the last one may be shorter.
-        config: Settings, when no optimizer has been made yet.
+        chunk: Numbers in a range; the last range may be shorter.
+        config: Settings, if no optimizer has been created yet.
 
     If a rank is late: it takes fewer ranges; near the end it takes none that the others would have to wait for.
 
@@ -467,7 +468,7 @@ def _ranges(run: runtime.Runtime, stock: LeaseStock) -> Iterator[Span]:
 
 
 def _end_epoch(run: runtime.Runtime, loader: int, epoch: int) -> None:
-    """All ranks have come to the end of the epoch; they meet, unless one has left its loop."""
+    """Wait until all ranks have ended the epoch, then meet them, unless one has left its loop."""
     with run.inactive("end of epoch"):
         together = run.client.await_epoch_end(loader, epoch)
     if together:  # Otherwise a rank left its loop: it is elsewhere, and the ranks meet at their next collective.

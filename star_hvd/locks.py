@@ -1,9 +1,9 @@
-"""Locks that have a place in one order, which debug runs assert (`STAR_CHECK_LOCKS=1`; the tests set it).
+"""Locks with a fixed order of acquisition, which debug runs assert (`STAR_CHECK_LOCKS=1`; the tests set it).
 
-Two threads that take the same two locks in opposite orders stop for ever, one day, on one machine in a thousand.
-`ORDER` names every lock, outermost first, and a checked lock compares every acquisition with what its thread holds,
-also where no other thread wants the lock: one thread on its own shows the fault. A wait for a condition while
-another lock is held is a fault too. Without the variable these are the locks of `threading`, at no cost.
+Two threads that take the same two locks in opposite orders can deadlock, though rarely. `ORDER` names every lock,
+outermost first, and a checked lock compares every acquisition with the locks its thread holds, contended or not: a
+single thread reveals the fault. Waiting for a condition while another lock is held is a fault too. Without the
+variable these are plain `threading` locks, at no cost.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ ORDER = (
     "Dispatch._changed",
     "Fences._lock",
 )
-"""Outermost first: a lock may be taken while those before it are held, and none behind it nor another of its name."""
+"""Outermost first: a lock may be taken only while all locks held come before it in this list."""
 
 _HELD_ACROSS_WAITS = frozenset(("GroupSteps._one_at_a_time",))
-"""It is the step of a group; see "Departures" in docs/concurrency.md."""
+"""Held for a whole step of a group; see "Departures" in docs/concurrency.md."""
 
 _here = threading.local()
 
 
 class LockOrderError(RuntimeError):
-    """A thread takes locks in an order that can stop two threads for ever, or waits while it holds one."""
+    """A thread takes locks in an order that can deadlock, or waits for a condition while it holds another lock."""
 
 
 class _Checked:
-    """A lock of `threading`, reentrant or not, that a `threading.Condition` can be made of; its thread releases it."""
+    """A lock of `threading`, reentrant or not, usable in a `threading.Condition`; its holder must release it."""
 
     def __init__(self, name: str, inner: Any) -> None:
         self._name, self._inner = name, inner
@@ -107,7 +107,7 @@ class _Checked:
 
 
 def _held() -> list[_Checked]:
-    """The checked locks of the calling thread, in the order in which it took them."""
+    """Return the checked locks that the calling thread holds, in order of acquisition."""
     held: list[_Checked] | None = getattr(_here, "held", None)
     if held is None:
         held = _here.held = []
@@ -121,15 +121,15 @@ def _named(name: str, lock: Any) -> Any:
 
 
 def ordered_lock(name: str) -> threading.Lock:
-    """A lock; `name` is in `ORDER`."""
+    """Return a lock; `name` must be in `ORDER`."""
     return cast(threading.Lock, _named(name, threading.Lock()))
 
 
 def ordered_rlock(name: str) -> threading.RLock:
-    """A reentrant lock; `name` is in `ORDER`."""
+    """Return a reentrant lock; `name` must be in `ORDER`."""
     return cast("threading.RLock", _named(name, threading.RLock()))
 
 
 def ordered_condition(name: str) -> threading.Condition:
-    """A condition of a reentrant lock; `name` is in `ORDER`."""
+    """Return a condition of a reentrant lock; `name` must be in `ORDER`."""
     return threading.Condition(ordered_rlock(name))

@@ -61,12 +61,12 @@ def DistributedOptimizer(
     Args:
         optimizer: Optimizer to use for computing gradients and applying updates.
         named_parameters: Names of the parameters, usually `model.named_parameters()`.
-        compression: `Compression.none`, `Compression.fp16`, or `Compression.auto`, which allows loss: gradients are
-            reduced as they are, as float16 or in low rank, with error feedback, whichever makes steps fastest. With
-            another class gradients are reduced one by one.
+        compression: `Compression.none`, `Compression.fp16`, or `Compression.auto`, which is lossy: gradients are
+            reduced uncompressed, as float16 or in low rank, with error feedback, whichever makes steps fastest. With
+            any other compressor class, gradients are reduced one by one.
         backward_passes_per_step: Backward passes accumulated (summed) before a reduction.
         op: `Average`, `Sum` or `Adasum`.
-        gradient_predivide_factor: Splits the division by the number of ranks around the sum.
+        gradient_predivide_factor: Splits the division by the number of ranks into one before and one after the sum.
         num_groups: Deprecated name of `groups`.
         groups: Number of groups, or lists of parameters, reduced together.
         sparse_as_dense: Whether sparse gradients are made dense for the reduction.
@@ -74,29 +74,30 @@ def DistributedOptimizer(
         mode: `auto` (the coordinator decides from measurements), `sync`, `partial(m)` (a step waits for m ranks),
             `subgroup(0,1,2)`, `grouped(G)`, `local(H)`, `ps(x)` and others described in `parse_mode`, or a `Plan`.
             The environment variable `STAR_MODE` takes precedence.
-        config: Tuning values, equal on all ranks. Those of channel and control are taken from the first optimizer or
-            loader of the job.
+        config: Tuning values, equal on all ranks. The first optimizer or loader of the job sets those of the channel
+            and the coordinator.
         max_grad_norm: Norm to which the averaged gradient is clipped. Use it instead of clipping by hand, which a rank
             that catches up could not repeat.
-        accuracy: What `auto` may choose: `bounded` all modes, `exact` only those in which every step is the step of
-            Horovod with the same global batch, `sync`, `sync(balanced)` and `sync(steal)`. The environment variable
-            `STAR_ACCURACY` overrides it.
-        overlap: Whether `step()` returns once the gradients of a step in mode `sync` are on their way. Each parameter
-            is updated when its gradient has been reduced, and what uses a parameter waits for that one; gradients are
-            reduced in the order in which the forward pass needs them. Parameters are bit for bit those of
-            `overlap=False`. Clear gradients with `optimizer.zero_grad()`: reading `param.grad` waits. Steps that need
-            the whole gradient (`synchronize()` by hand, `max_grad_norm`, step hooks, LBFGS, a GradScaler) do not
-            overlap, which is logged once. `auto` tries it in blocks of 16 steps and keeps it only where steps become
-            at least 3 % shorter; `hvd.explain()` says what came of it. The environment variable `STAR_OVERLAP`
-            overrides it.
+        accuracy: What `auto` may choose: `bounded` allows all modes, `exact` only `sync`, `sync(balanced)` and
+            `sync(steal)`, in which every step equals Horovod's step with the same global batch. The environment
+            variable `STAR_ACCURACY` overrides it.
+        overlap: Whether `step()` in mode `sync` returns while gradients are still being reduced. Each parameter is
+            updated when its gradient has been reduced, and code that uses a parameter waits for that parameter only;
+            gradients are reduced in the order in which the forward pass needs them. Parameters are bit-identical to
+            those of `overlap=False`. Clear gradients with `optimizer.zero_grad()`, since reading `param.grad` waits.
+            Steps that need the whole gradient (`synchronize()` by hand, `max_grad_norm`, step hooks, LBFGS, a
+            GradScaler) do not overlap; this is logged once. `overlap="auto"` tries it in blocks of 16 steps and keeps
+            it only if steps become at least 3 % shorter; `hvd.explain()` reports the result. The environment variable
+            `STAR_OVERLAP` overrides it.
 
-    If a rank is late: in a relaxed mode the step goes on without it, its gradient is folded into a later step with a
+    If a rank is late: in a relaxed mode the step closes without it, its gradient is folded into a later step with a
     weight of 1 / (1 + staleness), and its `step()` brings its parameters up to date. Adasum, sparse gradients,
     `SyncBatchNorm`, a GradScaler, LBFGS, `groups`, and the user's process set or compressor run exactly as in Horovod,
-    in lockstep, which is logged once.
+    in lockstep; this is logged once.
 
     Raises:
-        ValueError: Parameters without names or with equal names, a bad number, an unknown mode, m outside 1..n.
+        ValueError: Parameters without names or with duplicate names, a number out of range, an unknown mode, m outside
+            1..n.
     """
     if gradient_predivide_factor != 1.0:
         check_predivide(op)
@@ -134,7 +135,7 @@ def DistributedOptimizer(
 
 
 def _groups_of(num_groups: int, groups: Any) -> Any:
-    """`groups`, or the deprecated `num_groups` in its place."""
+    """Return `groups`, or the deprecated `num_groups` if only that is set."""
     if num_groups == 0:
         return groups
     message = "Parameter `num_groups` has been replaced by `groups` and will be removed"
@@ -143,7 +144,7 @@ def _groups_of(num_groups: int, groups: Any) -> Any:
 
 
 def _wrapped(optimizer: torch.optim.Optimizer, **given: Any) -> Any:
-    """The wrapped optimizer; `given` are those of `_Wrapper`."""
+    """Return the wrapped optimizer; `given` goes to `_Wrapper`."""
     release_dropped()
     inner = _inner_of(optimizer)
     wrapped = _wrap(inner)
@@ -165,7 +166,7 @@ def _adasum(optimizer: torch.optim.Optimizer, named: Any, compression: Any, pass
 
 
 def _inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The user's own object, also when `optimizer` is wrapped already."""
+    """Return the user's own optimizer, also if `optimizer` is already wrapped."""
     if "_star_class" not in type(optimizer).__dict__:
         return optimizer
     wrapper: _Wrapper = optimizer._star  # type: ignore[attr-defined]
@@ -173,10 +174,10 @@ def _inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _wrap(inner: torch.optim.Optimizer) -> Any:
-    """An instance of a subclass of the user's class that shares its `__dict__` with the user's object.
+    """Return an instance of a subclass of the user's class that shares its `__dict__` with the user's object.
 
-    `__init__` is not called again, as Horovod does, because that loses state, defaults and required arguments.
-    `__module__` has to be Horovod's, because its `broadcast_optimizer_state` checks it to see that `step` reduces.
+    Unlike Horovod, it does not call `__init__` again, which would lose state, defaults and required arguments.
+    `__module__` must be Horovod's: its `broadcast_optimizer_state` checks it to see that `step` reduces.
     `_star` is in a slot, because in the shared `__dict__` it would keep the wrapped object alive.
     """
     previous = inner.__dict__.get("_star_wrapped", lambda: None)()
@@ -196,9 +197,9 @@ def _wrap(inner: torch.optim.Optimizer) -> Any:
 
 
 class _Step:
-    """`step` of the generated class: a data descriptor, which takes precedence over `step` in the shared `__dict__`.
+    """`step` of the generated class: a data descriptor, so it takes precedence over `step` in the shared `__dict__`.
 
-    A learning-rate scheduler made before wrapping put its counting `step` there and looks for it later.
+    A learning-rate scheduler created before wrapping stored its counting `step` there and looks for it later.
     """
 
     def __get__(self, optimizer: Any, owner: type) -> Any:
@@ -332,7 +333,7 @@ class _Wrapper:
                     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
                     stacklevel=3,
                 )
-            # Reduced again, as in Horovod: no rank knows whether another has new gradients since its synchronize().
+            # Reduce again, as Horovod does: no rank knows whether others have new gradients since their synchronize().
             if isinstance(self.core, BucketCore):
                 self.core.synchronize(manual=False, whole=self._whole(grad_scaler))
             else:
@@ -350,10 +351,10 @@ class _Wrapper:
 
     @property
     def whole(self) -> bool:
-        """Whether a step follows: inside a step of several micro-batches gradients are only accumulated.
+        """Whether `step()` makes a step now; before the last micro-batch of a step it only accumulates gradients.
 
         Raises:
-            ValueError: This optimizer cannot accumulate them.
+            ValueError: This optimizer cannot accumulate micro-batches.
         """
         if isinstance(self.core, BucketCore):
             return self.core.whole
@@ -365,13 +366,13 @@ class _Wrapper:
         return True
 
     def _whole(self, grad_scaler: Any) -> str | None:
-        """Why the step that `step()` makes may not overlap with the program, as far as the call shows."""
+        """Why this step may not overlap with the program, as far as the call to `step()` shows; None if it may."""
         if grad_scaler is not None:
             return "a GradScaler decides after the reduction whether to step"
         return BY_HAND if self.synchronized else None
 
     def drop(self) -> None:
-        """Called by the garbage collector, in any thread, once the user has no reference to the optimizer."""
+        """Release the core; called by the garbage collector, in any thread, after the user's last reference is gone."""
         self.core.drop()
 
     def pin(self, reason: str) -> None:
@@ -384,12 +385,15 @@ class _Wrapper:
 
 
 def _is_elastic() -> bool:
-    """Whether this job was started by elastic `horovodrun`; its world may change size."""
+    """Whether this job was started by elastic `horovodrun`, so that its world may change size."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def _found_infinity(scaler: Any, optimizer: Any) -> bool:
-    """Unscale the reduced gradients; whether any is infinite. They are equal on all ranks, so all skip or none."""
+    """Unscale the reduced gradients and return whether any is infinite.
+
+    They are equal on all ranks, so either all ranks skip the step or none.
+    """
     state = scaler._per_optimizer_states[id(optimizer)]
     if state["stage"].name == "READY":
         scaler.unscale_(optimizer)
@@ -409,8 +413,8 @@ class _Methods:
     def step(self, closure: Callable[[], Any] | None = None, *, grad_scaler: Any = None) -> Any:
         """Average the gradients over the step's members and apply them.
 
-        If this rank is late: its gradient is kept for a later step, and its parameters are brought up to date with
-        the steps that ended meanwhile.
+        If this rank is late: its gradient is kept for a later step, and its parameters catch up with the steps that
+        ended in the meantime.
         """
         self._opt_called = True  # What a learning-rate scheduler checks.
         return self._star.step(closure, grad_scaler)
@@ -422,7 +426,7 @@ class _Methods:
         """Wait until every gradient is the mean over the step's members.
 
         If this rank is late: its gradient is kept for a later step, and `step()` brings its parameters up to date.
-        Inside a step of several micro-batches it does nothing, as `step()` does.
+        Like `step()`, it does nothing before the last micro-batch of a step.
         """
         if self._star.whole:
             self._star.core.synchronize(manual=True)
@@ -430,7 +434,7 @@ class _Methods:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Context in which `step()` does not synchronize, for use after an explicit `synchronize()`."""
+        """Within this context, `step()` does not synchronize; for use after an explicit `synchronize()`."""
         self._star.should_synchronize = False
         try:
             yield
@@ -438,9 +442,10 @@ class _Methods:
             self._star.should_synchronize = True
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clear the gradients; an AssertionError between `backward()` and `step()` or `synchronize()`.
+        """Clear the gradients, except those accumulated from other micro-batches of the step.
 
-        What was accumulated of other micro-batches of the step is kept.
+        Raises:
+            AssertionError: Called between `backward()` and `step()` or `synchronize()`.
         """
         if self._star.core.pending:
             raise AssertionError(
@@ -453,20 +458,24 @@ class _Methods:
             if to_none and core.clear_gradients():
                 return
             core.finish_step()
-        # Parameters on their way are not waited for, unless memory is overwritten that servers may be sent again.
+        # Does not wait for parameters in flight, unless it overwrites memory that may be sent to servers again.
         with torch._C.DisableTorchFunctionSubclass() if to_none else contextlib.nullcontext():
             self._star.base.zero_grad(self, *args, **kwargs)  # type: ignore[arg-type]
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change the number of backward passes accumulated before a reduction; ValueError if it is not above 0."""
+        """Change the number of backward passes accumulated before a reduction.
+
+        Raises:
+            ValueError: `passes` is not above 0.
+        """
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
         self._star.core.set_passes(passes)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, fetched first where parameter servers or other ranks hold it.
+        """Return the optimizer's state, fetched first if parameter servers or other ranks hold it.
 
-        Take it before the model's, so that parameters and state are of the same step in every mode.
+        Call it before the model's `state_dict()`, so that parameters and state are of the same step in every mode.
         """
         if isinstance(self._star.core, BucketCore):
             self._star.core.refresh_state()
@@ -476,7 +485,7 @@ class _Methods:
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load the optimizer's state, on all ranks; a step that was begun is discarded."""
+        """Load the optimizer's state, on all ranks; discards an unfinished step."""
         self._star.core.forget()
         if isinstance(self._star.core, BucketCore):
             self._star.core.leave_remote_state()
@@ -486,16 +495,18 @@ class _Methods:
             self._star.core.load_residuals(args[0] if args else kwargs["state_dict"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group and reduce its gradients too. Collective: on all ranks after the same step, in `sync` only."""
+        """Add a parameter group and reduce its gradients too. Collective: all ranks, after the same step, only in
+        `sync`.
+        """
         if isinstance(self._star.core, BucketCore):
-            self._star.core.finish_step()  # An overlapped step is applied with the groups that it began with.
+            self._star.core.finish_step()  # An overlapped step must be applied with the groups it started with.
         self._star.base.add_param_group(self, param_group)  # type: ignore[arg-type]
         self._star.core.add_params(param_group["params"])
 
     def close(self) -> None:
-        """End this optimizer: remove its hooks, end its helper, and count its late gradients as dropped.
+        """End this optimizer: remove its hooks, stop its helper, and count its late gradients as dropped.
 
-        Collective: waits until all ranks have called it. Needed only where a job makes one optimizer after another.
+        Collective: waits until all ranks have called it. Needed only in jobs that create one optimizer after another.
         """
         core = self._star.core
         core.remove_hooks()
@@ -503,12 +514,15 @@ class _Methods:
             core.run.detach(core.driver)
 
     def stats(self) -> dict[str, float]:
-        """This rank's counters: steps, fresh, late, folds, drops, max_staleness and more; zeros in lockstep paths."""
+        """Return this rank's counters: steps, fresh, late, folds, drops, max_staleness and more.
+
+        Empty for an optimizer that runs as in Horovod, in lockstep.
+        """
         core = self._star.core
         return core.driver.reporter.stats() if isinstance(core, BucketCore) else {}
 
     def timeline(self) -> list[dict[str, Any]]:
-        """On rank 0 one entry per step: step, time_s, members, mode, folds, weight; elsewhere empty."""
+        """Return one entry per step on rank 0: step, time_s, members, mode, folds, weight; empty on other ranks."""
         core = self._star.core
         return list(core.driver.reporter.timeline) if isinstance(core, BucketCore) else []
 
@@ -520,7 +534,7 @@ class _Methods:
 
     @property
     def stepped(self) -> bool:
-        """Whether the last `step()` was a step: with micro-batches (`hvd.shard`) only the last one of each step is."""
+        """Whether the last `step()` made a step; with micro-batches (`hvd.shard`), only the last of each step does."""
         return self._star.stepped
 
     # Attributes of Horovod's optimizer that user code reads.
@@ -535,4 +549,4 @@ class _Methods:
     _compression = property(lambda self: self._star.given["compression"])
 
     def _register_hooks(self) -> None:
-        """Does nothing; kept for scripts that call it after a reset."""
+        """Do nothing; kept for scripts that call it after a reset."""

@@ -1,4 +1,4 @@
-"""The patches that the installed Horovod was built with, and the modes that they allow."""
+"""The patches that the installed Horovod was built with, and the modes they allow."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ _PROCESS_SET_MODES = ("subgroup", "grouped")
 
 @functools.cache
 def horovod_patches() -> frozenset[str]:
-    """Numbers of the patches that the installed Horovod was built with, `0003` for example.
+    """Return the numbers of the patches in the installed Horovod, `0003` for example, without importing it.
 
-    Empty for a Horovod that was built elsewhere, and without Horovod, which is not imported.
+    Empty for a Horovod that was built elsewhere, and without Horovod.
     """
     return frozenset(entry["number"] for entry in build_list().get("patches", []))
 
 
 def build_list() -> dict[str, Any]:
-    """The record of the installed Horovod's build: `horovod`, `patches` and, in newer ones, `build`.
+    """Return the record of the installed Horovod's build: `horovod`, `patches` and, in newer ones, `build`.
 
     Empty for a Horovod that was built elsewhere, and without Horovod.
     """
@@ -61,7 +61,7 @@ def build_list() -> dict[str, Any]:
 
 
 def horovod_release() -> str | None:
-    """Version of the installed Horovod without the local part; None without one."""
+    """Return the version of the installed Horovod without the local part; None without Horovod."""
     try:
         return importlib.metadata.version("horovod").partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -69,7 +69,7 @@ def horovod_release() -> str | None:
 
 
 def mode_limits(patches: frozenset[str]) -> dict[str, dict[str, str]]:
-    """Limits of the modes with these patches: mode -> circumstance -> reason; empty for an unlimited mode.
+    """Return the limits of the modes with these patches: mode -> circumstance -> reason; empty for an unlimited mode.
 
     Circumstances: `always`, `elastic` (elastic training), `hosts` (more than one host).
     """

@@ -1,11 +1,11 @@
 """Threads whose exceptions are always reported.
 
 - star-agent, star-tensors, star-transmit-N, star-hosts-N, star-prepare, star-sets, star-group, star-ps-owner,
-  star-ps-recover, star-ps-pipe: training cannot go on without them, so the optimizers fail and the training thread
+  star-ps-recover, star-ps-pipe: training cannot continue without them, so the optimizers fail and the training thread
   raises the reason.
 - star-late-N: the same.
 - star-helper-N and star-ps-client: the same, by handlers of their own.
-- star-coordinator: logs an error; steps are made in lockstep from then on.
+- star-coordinator: logs an error; all steps run in lockstep from then on.
 - star-model, star-door, star-resources, star-probe, star-job-log, star-run-log, star-run-sender: log a warning; their
   data is missing from then on.
 """
@@ -27,7 +27,7 @@ _handlers: list[Handler] = []
 
 
 def on_death(handler: Handler) -> Callable[[], None]:
-    """Call `handler` with name and exception when a critical thread ends by one; returns a function that undoes it."""
+    """Call `handler` with thread name and exception when a critical thread fails; return a function to undo this."""
     _handlers.append(handler)
 
     def undo() -> None:
@@ -40,13 +40,13 @@ def on_death(handler: Handler) -> Callable[[], None]:
 def supervised(
     target: Callable[..., None], name: str, *, args: tuple[Any, ...] = (), critical: bool = True
 ) -> threading.Thread:
-    """A daemon thread, not started yet.
+    """Return a daemon thread that is not started yet.
 
     Args:
         target: The function it runs.
         name: Its name.
         args: Arguments of `target`.
-        critical: Whether training cannot go on without it; otherwise an exception is only logged as a warning.
+        critical: Whether training cannot continue without it; otherwise an exception is only logged as a warning.
     """
 
     def run() -> None:

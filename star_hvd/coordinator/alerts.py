@@ -1,4 +1,4 @@
-"""Rate-limited warnings in rank 0's log: stragglers, uneven training loops and steps that wait for long."""
+"""Rate-limited warnings in rank 0's log: stragglers, uneven training loops and steps that wait for a long time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Alerts:
     def stragglers(
         self, window: Window, found: Sequence[Straggler], machines: Sequence[MachineStats], now_s: float
     ) -> tuple[Straggler, ...]:
-        """Warn of a window's stragglers; returns them with the evidence of their hosts and their first slow step."""
+        """Warn about a window's stragglers; return them with the evidence of their hosts and their first slow step."""
         self._slow_since.note(window)
         stragglers = tuple(self._with_first_step(_with_machine(straggler, machines)) for straggler in found)
         for straggler in stragglers:
@@ -52,11 +52,11 @@ class Alerts:
         return dataclasses.replace(straggler, since_step=first_slow_step(straggler, self._slow_since.steps))
 
     def waiting(self, now_s: float | None) -> None:
-        """Note since when the present step waits for ranks, None where it does not."""
+        """Note since when the current step has been waiting for ranks; None if it is not waiting."""
         self._waiting_since_s = now_s
 
     def closing(self, order: Close, *, has_queue: bool) -> None:
-        """Warn where a step is closed by the quorum's deadline, or without ranks that have ended their loop.
+        """Warn if a step is closed by the quorum's deadline, or without ranks that have ended their loop.
 
         Args:
             order: The closing of the step.

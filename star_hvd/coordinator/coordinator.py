@@ -39,7 +39,7 @@ class Coordinator:
         router: Bound socket; used by the coordinator's thread alone from `start` on.
         world_size: Number of ranks.
         config: Settings.
-        hosts: Address of every rank's host; all on one where empty.
+        hosts: Address of every rank's host; if empty, all ranks are on one host.
         ranker: The predictor behind mode `auto`, None for the cost model.
     """
 
@@ -87,7 +87,7 @@ class Coordinator:
 
     @contextlib.contextmanager
     def job_state(self) -> Iterator[JobState]:
-        """The job's state, locked for reading from another thread."""
+        """Yield the job's state, locked for reading from another thread."""
         with self._lock:
             yield self._job
 

@@ -67,20 +67,21 @@ logger = logging.getLogger("star_hvd")
 
 ALL = -1  # Destination: every rank.
 _TIDY_INTERVAL_S = 5.0  # Between two searches for unused process sets.
-_UNLIKELY = 3  # One of so many state sources named is a rank that is not known to have the state.
-_MAX_OPEN = 4096  # Optimizers, and epochs of loaders, that are kept.
-_OWN_PACE = ("subgroup", "ps", "grouped")  # Families of plans in which ranks, or some of them, step by themselves.
+_UNLIKELY = 3  # Every third state source named is a rank that is not known to have the state.
+_MAX_OPEN = 4096  # Maximum number of optimizers, and of loaders' epochs, that are kept.
+_OWN_PACE = ("subgroup", "ps", "grouped")  # Families of plans in which all or some ranks step on their own.
 _GRANTS_KEPT = 64  # Per rank: more than it has requests in flight.
 _REPORT_IMMEDIATELY_S = 0.1
-"""After the last rank is active again: the user's collectives come in bursts. A message per step wakes two threads of
-rank 0 beside its training thread; where a rank becomes inactive again the order takes a millisecond to all ranks."""
+"""How long ranks go on reporting immediately after the last rank became active again, since the user's collectives come
+in bursts. Not longer: a message per step wakes two threads of rank 0 besides its training thread, and if a rank becomes
+inactive again, the order reaches all ranks within a millisecond."""
 
 
 @dataclass(slots=True)
 class _Epoch:
     queue: WorkQueue | None = None  # None where samples are leased.
     ended: set[int] = field(default_factory=set)
-    left: set[int] = field(default_factory=set)  # Ranks among them that left their loop before its end.
+    left: set[int] = field(default_factory=set)  # Those of `ended` that left their loop before its end.
     announced: bool = False
 
 
@@ -90,8 +91,8 @@ class JobState:
     Args:
         world_size: Number of ranks.
         config: Settings.
-        now_s: The present, on the clock used for all later calls.
-        hosts: Address of every rank's host; all on one where empty.
+        now_s: Current time, on the clock used for all later calls.
+        hosts: Address of every rank's host; if empty, all ranks are on one host.
         ranker: The predictor behind mode `auto`, None for the cost model.
     """
 
@@ -130,7 +131,7 @@ class JobState:
         self._sets = SetLedger(world_size)
         self._next_tidy_s = now_s
         self._immediate_until_s: float | None = None
-        self._check_lost_at_s = now_s  # No rank can exceed its silence limit before.
+        self._check_lost_at_s = now_s  # No rank can exceed its silence limit before this time.
 
     def handle(self, rank: int, message: Message, now_s: float) -> None:
         """Act on one message of `rank`.
@@ -154,7 +155,7 @@ class JobState:
         _HANDLERS[type(message)](self, rank, message, now_s)
 
     def tick(self, now_s: float) -> float:
-        """Act on what is due; returns the latest time of the next call."""
+        """Act on what is due; return the latest time for the next call."""
         self._check_lost(now_s)
         if self._immediate_until_s is not None and not self._away and now_s >= self._immediate_until_s:
             self._immediate_until_s = None
@@ -172,7 +173,7 @@ class JobState:
             self._next_tidy_s = now_s + _TIDY_INTERVAL_S
             self.outbox.extend((ALL, message) for message in self._sets.tidy(now_s))
         fed = self._fed
-        if fed is not None:  # Another optimizer's gradients come from the same batches.
+        if fed is not None:  # Other optimizers' gradients come from the same batches.
             reasons = (each.equal_batches for each in self.optimizers.values())
             fed.equal_batches = next(filter(None, reasons), "")
         if fed is not None and self.shares.desk.batch:
@@ -193,11 +194,11 @@ class JobState:
         return wake_s
 
     def paused(self, paused_s: float, now_s: float) -> None:
-        """The coordinator's process was stopped for `paused_s`: that time does not count as silence of the ranks."""
+        """Do not count `paused_s`, during which the coordinator's process was stopped, as silence of the ranks."""
         self._last_seen_s = [min(now_s, seen_s + paused_s) for seen_s in self._last_seen_s]
 
     def silent_for_s(self, now_s: float) -> list[float]:
-        """Seconds since the last message of each rank."""
+        """Return the seconds since the last message of each rank."""
         return [now_s - seen for seen in self._last_seen_s]
 
     def _check_room(self, message: Message) -> None:
@@ -231,7 +232,7 @@ class JobState:
         engine.step_note(rank, message)
         pace_s = self._own_pace_s(rank)
         if engine.active.family in _OWN_PACE and pace_s is not None:
-            # The others wait for it at the end of the epoch: until it asks for samples again may be too late.
+            # The other ranks wait for it at the end of the epoch, and its next request for samples may come too late.
             self._leases.forecast(rank, pace_s)
 
     def _optimizer_dropped(self, rank: int, message: OptimizerDropped, now_s: float) -> None:
@@ -263,7 +264,7 @@ class JobState:
         self._end_job_if_over()
 
     def _forget(self, optimizer_id: int) -> None:
-        """An optimizer has ended on all ranks."""
+        """Forget an optimizer that has ended on all ranks."""
         self.optimizers.pop(optimizer_id, None)
         self._sets.ended(optimizer_id)
         self._closed.add(optimizer_id)
@@ -281,7 +282,7 @@ class JobState:
         return self.optimizers[optimizer_id]
 
     def _step_of(self, optimizer_id: int) -> int:
-        """The current step of an optimizer, 0 for one that is not registered yet."""
+        """Return the current step of an optimizer, 0 if it is not registered yet."""
         return self.optimizers[optimizer_id].rule.step if optimizer_id in self.optimizers else 0
 
     def _set_away(self, rank: int, away: bool, now_s: float, *, out_of_data: bool = True) -> None:
@@ -291,7 +292,7 @@ class JobState:
             self._away.pop(rank, None)
         if away and self._immediate_until_s is None:
             self._broadcast(ReportImmediately(True))
-        if away or self._immediate_until_s is not None:  # An epoch's end may activate a rank first.
+        if away or self._immediate_until_s is not None:  # At an epoch's end `_maybe_end` activates ranks first.
             self._immediate_until_s = now_s + _REPORT_IMMEDIATELY_S
         for engine in self.optimizers.values():
             if away:
@@ -352,7 +353,7 @@ class JobState:
 
     @property
     def _fed(self) -> OptimizerState | None:
-        """The optimizer whose steps the batches of `shard` are counted by: the first one."""
+        """The optimizer whose steps count the batches of `shard`: the first one."""
         return next(iter(self.optimizers.values()), None)
 
     def _share_ready(self, rank: int, message: ShareReady, now_s: float) -> None:
@@ -365,7 +366,7 @@ class JobState:
         engine.shares_changed(change.step, change.shares, self.shares.sentence())
 
     def _epoch_ended(self, key: tuple[int, int], rank: int, *, early: bool, now_s: float) -> None:
-        """A rank has reached the end of an epoch, or left its loop before (`early`)."""
+        """Note that a rank has reached the end of an epoch, or left its loop before (`early`)."""
         epoch = self._epochs.get(key)
         if epoch is not None:
             epoch.ended.add(rank)
@@ -374,10 +375,10 @@ class JobState:
             self._maybe_end(key, epoch, now_s)
 
     def _own_pace_s(self, rank: int) -> float | None:
-        """Median time of a rank's last 5 batches in seconds, from the first optimizer with reports.
+        """Return the median time of a rank's last 5 batches in seconds, from the first optimizer with reports.
 
-        Where a rank steps by itself it also waits for its parent or for servers between two batches: on a slow link
-        most of the time.
+        For a rank that steps on its own, this includes waits for its parent or for servers between two batches, which
+        take most of the time on a slow link.
         """
         for engine in self.optimizers.values():
             recent = engine.history.latest_s(rank, 5)
@@ -394,7 +395,7 @@ class JobState:
                 self.outbox.extend((rank, EpochEnd(*key, together=False)) for rank in epoch.ended - epoch.left)
                 return
             self._broadcast(EpochEnd(*key))
-            # All become active at once: a rank that leaves last must not have its first step closed without it.
+            # All ranks become active at once; otherwise the last to leave could have its first step closed without it.
             self._away = dict.fromkeys(self.finished, now_s)
             for engine in self.optimizers.values():
                 engine.rule.align(now_s)
@@ -405,8 +406,8 @@ class JobState:
         engine = self._optimizer(message.optimizer_id)
         silent = {rank} | self.lost | self._absent
         likely = [r for r in engine.rule.up_to_date() if r not in silent]
-        # In turns, since a source may turn out to be behind. Inactive ranks serve too, at the end of an epoch for
-        # example; every third answer names a rank without fresh gradients, which may be the last one with the state.
+        # Name ranks in turn, since a source may turn out to be behind. Inactive ranks serve too, at the end of an epoch
+        # for example; every third answer is a rank without fresh gradients, which may be the last one with the state.
         others = sorted(set(range(self.world_size)) - silent - set(likely))
         turns, rest = divmod(self._asked[rank], _UNLIKELY)
         if others and (rest == _UNLIKELY - 1 or not likely):
@@ -436,7 +437,7 @@ class JobState:
             self._end_job_if_over()
 
     def _end_job_if_over(self) -> None:
-        # Until a rank has finished none waits for the end, and lost ranks may come back.
+        # Before any rank has finished, none waits for the end, and lost ranks may come back.
         if not self._sent_bye and self.finished and self.finished | self.lost == set(range(self.world_size)):
             self._sent_bye = True
             self._broadcast(Bye(sorted(self.lost - self.finished)))
@@ -446,7 +447,7 @@ _Handler = Callable[[JobState, int, Any, float], None]
 
 
 def _on_optimizer(handler: Callable[[OptimizerState, int, Any, float], None]) -> _Handler:
-    """The handler of a message that concerns one optimizer."""
+    """Return the handler of a message that concerns one optimizer."""
     return lambda job, rank, message, now_s: handler(job._optimizer(message.optimizer_id), rank, message, now_s)
 
 

@@ -1,6 +1,6 @@
-"""The coordinator's end of leases: one queue per epoch of a loader, and what ranks hear of it. Pure, as `JobState`.
+"""The coordinator's end of leases: a queue per epoch of a loader, and the messages to the ranks. Pure, like `JobState`.
 
-A loader with micro-batches has a pool of them for each epoch in place of the queue.
+A loader with micro-batches has a pool of them per epoch instead of the queue.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ Key = tuple[int, int]  # Loader and epoch.
 
 
 def flat(spans: Iterable[Span]) -> list[int]:
-    """Starts and stops one after the other, as messages have them."""
+    """Return starts and stops in one list, as in messages."""
     return [bound for span in spans for bound in span]
 
 
 def spans_of(bounds: list[int]) -> list[Span]:
-    """The inverse of `flat`.
+    """Return the spans of a list from `flat`.
 
     Raises:
-        ChannelError: Not pairs of a start and a later stop.
+        ChannelError: The list is not pairs of a start and a later stop.
     """
     spans = list(zip(bounds[::2], bounds[1::2], strict=False))
     if len(bounds) % 2 or any(not 0 <= start < stop for start, stop in spans):
@@ -58,11 +58,11 @@ def spans_of(bounds: list[int]) -> list[Span]:
 
 @dataclass(slots=True)
 class _Census:
-    """What ranks have consumed up to one step, while they are being asked.
+    """Answers of the ranks, as they come in, on what they have consumed up to one step.
 
     Attributes:
         found: Spans by rank.
-        wanted: Ranks that asked, and the numbers of their requests.
+        wanted: Ranks that want the result, and the numbers of their requests.
     """
 
     found: dict[int, list[Span]] = field(default_factory=dict)
@@ -81,29 +81,29 @@ class LeaseDesk:
         self._world_size = world_size
         self._send = send
         self._queues: dict[Key, LeaseQueue] = {}
-        # What ranks get of a new epoch, which has so many samples; None for as many as they get done.
+        # Samples that each rank gets of a new epoch, by its number of samples; None for as many as it can process.
         self.totals: Callable[[LeaseAsk, int], Sequence[int] | None] = lambda message, samples: None
-        self._pace_s: dict[tuple[int, int], float] = {}  # Of a loader's batches on a rank.
-        self._orders: dict[Key, tuple[int, int]] = {}  # Digest of the order, and the rank that said it.
+        self._pace_s: dict[tuple[int, int], float] = {}  # Seconds per batch, by loader and rank.
+        self._orders: dict[Key, tuple[int, int]] = {}  # Digest of the order, and the rank that reported it.
         self._done: dict[Key, list[Span]] = {}  # What was consumed before an epoch was interrupted.
         self._census: dict[tuple[int, int, int], _Census] = {}  # By loader, epoch and step.
 
     @property
     def epochs(self) -> list[Key]:
-        """Loaders and epochs of which it has a queue."""
+        """Loaders and epochs that have a queue."""
         return sorted(self._queues)
 
     def ask(self, rank: int, message: LeaseAsk, pace_s: float | None, now_s: float) -> None:
-        """A rank asks for more samples.
+        """Handle a rank's request for more samples.
 
         Args:
             rank: The rank.
             message: Its message.
-            pace_s: Recent seconds per batch, None where unknown.
-            now_s: The time.
+            pace_s: Recent seconds per batch, None if unknown.
+            now_s: Current time.
 
         Raises:
-            ChannelError: It says what it cannot.
+            ChannelError: The message is impossible.
         """
         key = (message.loader, message.epoch)
         refused = self._compare(rank, key, message)
@@ -131,7 +131,7 @@ class LeaseDesk:
         self._serve(key, queue, now_s)
 
     def forecast(self, rank: int, pace_s: float) -> None:
-        """A rank's present seconds per batch, for the epochs that are open."""
+        """Set a rank's current seconds per batch for all open epochs."""
         for (loader, _), queue in self._queues.items():
             self._pace_s[loader, rank] = pace_s
             queue.forecast(rank, pace_s)
@@ -139,14 +139,14 @@ class LeaseDesk:
     def entitle(
         self, loader: int, epoch: int, totals: Sequence[int] | None, later: Sequence[int] | None, now_s: float
     ) -> None:
-        """What every rank gets of an epoch from now on, see `LeaseQueue.entitle`.
+        """Set how many samples every rank gets of an epoch, see `LeaseQueue.entitle`.
 
         Args:
             loader: Number of the loader.
             epoch: The epoch.
-            totals: What every rank gets of it.
-            later: Likewise of later epochs: ranks that have ended this one may have asked for the next.
-            now_s: The time.
+            totals: Samples of every rank in this epoch.
+            later: The same for later epochs: ranks that have ended this one may have requested the next.
+            now_s: Current time.
         """
         for key, queue in self._queues.items():
             if key[0] == loader and key[1] >= epoch:
@@ -154,15 +154,15 @@ class LeaseDesk:
                 self._serve(key, queue, now_s)
 
     def give_back(self, rank: int, message: LeaseReturn, now_s: float) -> None:
-        """A rank gives back what it has not begun.
+        """Take back samples that a rank has not begun.
 
         Raises:
-            ChannelError: It says what it cannot.
+            ChannelError: The message is impossible.
         """
         key = (message.loader, message.epoch)
         queue = self._queues.get(key)
         if queue is None:
-            return  # An epoch long over.
+            return  # The epoch ended long ago.
         try:
             undone = spans_of(message.undone)
             queue.give_back(
@@ -181,7 +181,7 @@ class LeaseDesk:
         self._serve(key, queue, now_s)
 
     def request_consumed(self, rank: int, message: ConsumedRequest) -> None:
-        """A rank wants to know what all have consumed: one question to all, however many ranks want to know it."""
+        """Find out for a rank what all ranks have consumed; all are asked only once, however many want the result."""
         key = (message.loader, message.epoch, message.step)
         for old in [each for each in self._census if each[0] == message.loader and each != key]:
             if not self._census[old].wanted:
@@ -195,7 +195,7 @@ class LeaseDesk:
         self._answer_census(key, census)
 
     def consumed(self, rank: int, message: Consumed) -> None:
-        """A rank says what it has consumed."""
+        """Take in what a rank has consumed."""
         key = (message.loader, message.epoch, message.step)
         census = self._census.get(key)
         if census is not None:
@@ -211,17 +211,17 @@ class LeaseDesk:
             census.wanted.clear()
 
     def interrupted(self, key: Key, done: list[Span]) -> None:
-        """What was consumed of an epoch before it was interrupted, where it has no queue here."""
+        """Note what was consumed of an epoch before it was interrupted, if it has no queue here."""
         self._done = {k: each for k, each in self._done.items() if k[0] != key[0] or k[1] >= key[1] - 1} | {key: done}
 
     def leave(self, rank: int, now_s: float) -> None:
-        """A rank's program has ended: what it held is for the others."""
+        """Free the samples held by a rank whose program has ended, for the other ranks."""
         for key, queue in self._queues.items():
             queue.leave(rank)
             self._serve(key, queue, now_s)
 
     def _compare(self, rank: int, key: Key, message: LeaseAsk) -> str:
-        """Why this rank cannot take part: it has the samples in another order; empty as a rule."""
+        """Return why this rank cannot take part (its samples or their order differ); empty if it can."""
         queue = self._queues.get(key)
         if queue is not None and queue.n_samples != message.samples:
             return (
@@ -254,7 +254,7 @@ class LeaseDesk:
         return queue
 
     def _serve(self, key: Key, queue: LeaseQueue, now_s: float) -> None:
-        """Tell ranks that wait what there is, and ask those for it that hold what others would end sooner."""
+        """Answer waiting ranks, and recall samples from ranks where others would finish them sooner."""
         for rank, answer in list(queue.answers(now_s)):
             self._answer(key, rank, answer)
         for rank, keep in list(queue.recalls(now_s)):
@@ -268,16 +268,16 @@ class LeaseDesk:
 
 
 class MicrobatchDesk:
-    """The pools of loaders with micro-batches, and what ranks hear of them.
+    """The pools of loaders with micro-batches, and the messages to the ranks.
 
     Args:
         world_size: Number of ranks.
         send: Sends a message to a rank.
 
     Attributes:
-        steals: Whether micro-batches are taken over at present.
-        parts: Micro-batches of a rank in a step, of the first loader that has some; 0 before.
-        batch: Samples of a rank in a step, likewise.
+        steals: Whether ranks currently take over micro-batches.
+        parts: Micro-batches per rank and step of the first loader that has any; 0 before.
+        batch: Samples per rank and step of that loader.
     """
 
     def __init__(self, world_size: int, send: Callable[[int, Message], None]) -> None:
@@ -286,32 +286,33 @@ class MicrobatchDesk:
         self._world_size = world_size
         self._send = send
         self._pools: dict[Key, MicrobatchPool] = {}
-        self._orders: dict[Key, tuple[MicrobatchOpen, int]] = {}  # What the first rank said of an epoch.
-        # By rank and loader: it begins an epoch while some rank is still in the one before.
+        self._orders: dict[Key, tuple[MicrobatchOpen, int]] = {}  # The first message of an epoch, and its rank.
+        # By rank and loader: epochs that a rank opened while another rank is still in the previous epoch.
         self._early: dict[tuple[int, int], MicrobatchOpen] = {}
 
     @property
     def taken_over(self) -> int:
-        """Tasks that were begun by another rank than the one that had them first, of the epochs kept."""
+        """Number of tasks begun by a rank other than their first holder, in the epochs kept."""
         return sum(pool.taken_over for pool in self._pools.values())
 
     @property
     def fixed_part(self) -> float:
-        """Part of the time of a batch in micro-batches that does not depend on its size, NaN where it is not known."""
+        """Part of the time of a batch in micro-batches that does not depend on its size; NaN if unknown."""
         pool = next(reversed(self._pools.values()), None)
         return pool.times.fixed_part(pool.layout.parts, pool.layout.share) if pool is not None else math.nan
 
     def open(self, rank: int, message: MicrobatchOpen, now_s: float) -> None:
-        """A rank begins an epoch.
+        """Handle a rank's opening of an epoch.
 
         Raises:
-            ChannelError: It says what it cannot.
+            ChannelError: The message is impossible.
         """
         key = (message.loader, message.epoch)
         before = self._pools.get((message.loader, message.epoch - 1))
         if before is not None and not before.abandoned:
-            # The rank left its loop. A step of the new epoch would wait for ranks that make one of the old epoch,
-            # which wait for this rank; without micro-batches it is inactive, and its helper takes part for it.
+            # The rank left its loop. A step of the new epoch would wait for ranks that are making a step of the old
+            # epoch, and these wait for this rank. While it has no micro-batches it is inactive, and its helper
+            # contributes in its place.
             self._early[rank, message.loader] = message
             return
         first, other = self._orders.setdefault(key, (message, rank))
@@ -323,10 +324,10 @@ class MicrobatchDesk:
         self._do(key, pool, pool.open(rank, message.ahead, now_s))
 
     def begin(self, rank: int, message: MicrobatchBegin, now_s: float) -> None:
-        """A rank begins a pass over some tasks, or has none.
+        """Note that a rank begins a pass over some tasks, or has none.
 
         Raises:
-            ChannelError: It says what it cannot.
+            ChannelError: The message is impossible.
         """
         key = (message.loader, message.epoch)
         pool = self._pools.get(key)
@@ -340,7 +341,7 @@ class MicrobatchDesk:
             self._do(key, pool, actions)
 
     def returned(self, rank: int, message: MicrobatchReturn, now_s: float) -> None:
-        """A rank has given tasks back, or has not."""
+        """Handle a rank's answer to a recall: it gives tasks back, or refuses."""
         key = (message.loader, message.epoch)
         pool = self._pools.get(key)
         if pool is not None:
@@ -348,17 +349,17 @@ class MicrobatchDesk:
             self._do(key, pool, pool.returned(rank, message.step, message.task, given, now_s))
 
     def leave(self, rank: int, now_s: float, key: Key | None = None) -> None:
-        """A rank takes no more, of one epoch or of all."""
+        """Note that a rank takes no more micro-batches, of one epoch or of all."""
         for each, pool in self._pools.items():
             if key in (None, each):
                 self._do(each, pool, pool.leave(rank, now_s))
         early, self._early = self._early, {}
         for (other, _), message in early.items():
-            if key is not None or other != rank:  # One that has gone opens nothing.
+            if key is not None or other != rank:  # A rank that has left opens nothing.
                 self.open(other, message, now_s)
 
     def tick(self, now_s: float) -> float:
-        """What time alone brings about; returns when to look again."""
+        """Act on what is due; return when to call again."""
         again_s = math.inf
         for key, pool in self._pools.items():
             if not pool.over:
@@ -402,7 +403,7 @@ class MicrobatchDesk:
 
 
 def _differs(rank: int, message: MicrobatchOpen, other: int, first: MicrobatchOpen) -> str:
-    """Why a rank cannot take part in an epoch."""
+    """Return why a rank cannot take part in an epoch."""
     if message.digest != first.digest or message.done != first.done:
         return (
             f"ranks {other} and {rank} have the samples in different orders, or continue from different states; give "

@@ -1,20 +1,21 @@
 """When the ranks' links are measured, and when an optimizer's decisions use the rates. Pure: no sockets, no clock.
 
-Links are measured once at the start, and then only while communication is a notable part of a step, since probes are
-traffic. The policy gets the rates (`LinkRelevance`) only then too, because a low rate makes it switch.
+Links are measured once at the start, and later only while communication is a notable part of a step, since probes are
+traffic. Only then does the policy get the rates (`LinkRelevance`), because a low rate makes it switch.
 
-In a sweep every rank sends a probe to one other rank, so a low rate may be due to either's link. A rank with a low rate
-sends again, to the rank with the highest rate, and the best of its rates counts, unless its link is low from the other
-side, too: what a rank with a fast link sent to it, and what it sent to such a rank, took about as long. Training, the
-coordinator on rank 0 and other jobs make a link look slower, never faster. A link is slow only where two measurements
-agree, one of them with a rank whose own link is fast: a rank's that has received fast counts as such, also before it
-has sent to another one than the slow one. Every sweep pairs the ranks differently.
+In a sweep every rank sends a probe to one other rank, so a low rate may be due to either rank's link. A rank with a low
+rate sends another probe, to the rank with the highest rate, and the best of its rates counts. There is no second probe
+if the link is already known to be slow from both sides: what a rank with a fast link sent to it took about as long as
+what it sent to such a rank. Training, the coordinator on rank 0 and other jobs make a link look slower, never faster.
+So a link is slow only if two measurements agree, one of them with a rank whose own link is fast. A rank that has
+received fast counts as fast too, even before it has sent to a rank other than the slow one. Every sweep pairs the ranks
+differently.
 
-Sweeps are seconds apart. One comes at once where a reduction begins to take far longer than the links as last measured
-explain. A low rate is used only while reductions are as slow as such a link makes them.
+Sweeps are seconds apart, except that one starts at once when reductions begin to take far longer than the last measured
+rates explain. A low rate is used only while reductions are as slow as such a link makes them.
 
-Ranks of one host are not measured against each other: the time is that of scheduling the processes' threads, not of a
-link. Where all ranks are on one host nothing is measured.
+Ranks of one host do not probe each other, which would measure the scheduling of threads and not a link. If all ranks
+are on one host, nothing is measured.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ __all__ = ["LinkRelevance", "LinkSurvey"]
 
 PROBE_BYTES = 1 << 19  # Twice the burst that a token bucket of the usual size lets through.
 _RECHECK_S = 0.05  # Between two checks of whether a sweep is wanted.
-_NEXT_S = 0.1  # Between two probes of a sweep, less where
-_SWEEP_S = 2.0  # all of them would take longer than this: probes of many ranks overlap.
-_PAUSE_S = 5.0  # Least time between two sweeps, or
+_NEXT_S = 0.1  # Between two probes of a sweep; less if
+_SWEEP_S = 2.0  # the sweep would take longer than this: probes of many ranks overlap.
+_PAUSE_S = 5.0  # Minimum time between two sweeps, or
 _PAUSES = 5.0  # this multiple of a sweep's length if that is more: probes must not fill a slow link.
-_LATE_S = 0.35  # A probe takes 0.25 s where the link is not slow.
+_LATE_S = 0.35  # A probe takes 0.25 s if the link is not slow.
 _PATIENCE_S = 10.0  # Wait for answers at a sweep's end; a rank without one keeps its last rate.
 _LOW = 0.5  # A rate below this fraction of the sweep's highest needs a second measurement.
-_ALIKE = 2.0  # Most that two measurements of one slow link differ by, unless
-_FAR = 0.125  # both are below this fraction of the sweep's highest: a reduction beside one of them takes its share.
+_ALIKE = 2.0  # Largest ratio of two measurements that confirm a slow link, unless
+_FAR = 0.125  # both are below this fraction of the sweep's highest: a concurrent reduction slows one of them.
 
 
 class LinkSurvey:
@@ -53,7 +54,7 @@ class LinkSurvey:
 
     Args:
         world_size: Number of ranks.
-        hosts: Address of every rank's host; each rank on a host of its own where empty.
+        hosts: Address of every rank's host; if empty, each rank is on a host of its own.
 
     Attributes:
         bytes_per_s: Rate of every rank's link as of the last sweep, NaN where unknown.
@@ -66,22 +67,22 @@ class LinkSurvey:
         self._todo = deque(self._ring())
         self._next_s = self._began_s = 0.0
         self._asked: dict[int, int] = {}  # Probes without an answer: sender to receiver.
-        self._asked_s: dict[int, float] = {}  # When.
+        self._asked_s: dict[int, float] = {}  # When each sender was told to send its probe.
         self._rates: dict[int, float] = {}  # Best rate of each rank in this sweep.
-        self._pairs: dict[tuple[int, int], float] = {}  # The same of each sender and receiver.
+        self._pairs: dict[tuple[int, int], float] = {}  # Rate by sender and receiver in this sweep.
         self._tried: set[tuple[int, int]] = set()  # (sender, receiver) of this sweep's probes.
         self._was_surprised = False
 
     def due(
         self, now_s: float, *, wanted: Callable[[], bool], surprised: Callable[[], bool] = lambda: False
     ) -> tuple[int, Probe] | None:
-        """The next probe and the rank that sends it, None where none is due.
+        """Return the next probe and the rank that sends it; None if none is due.
 
         Args:
-            now_s: The present.
-            wanted: Asked before every sweep.
-            surprised: Whether reductions take far longer than the rates explain; where this begins, the next sweep
-                does not wait.
+            now_s: Current time.
+            wanted: Whether a sweep is wanted; called before every sweep.
+            surprised: Whether reductions take far longer than the rates explain; when this becomes true, the next sweep
+                starts at once.
         """
         if len(set(self._hosts)) < 2:
             return None
@@ -108,7 +109,7 @@ class LinkSurvey:
         return rank, Probe(target, PROBE_BYTES)
 
     def _surprise_begins(self, surprised: Callable[[], bool]) -> bool:
-        """Whether it begins now: one that lasts is no reason for a further sweep."""
+        """Whether the surprise is new; one that lasts is no reason for another sweep."""
         before, self._was_surprised = self._was_surprised, surprised()
         return self._was_surprised and not before
 
@@ -121,10 +122,10 @@ class LinkSurvey:
                 self._pairs[rank, target] = bytes_per_s
 
     def suspected(self, now_s: float) -> list[float]:
-        """The rates, and in place of unknown ones what they can be at most while a probe goes without an answer.
+        """Return the rates; for an unknown rate, the upper bound implied by a probe that is still unanswered.
 
-        For what is to be prepared, which may be in vain. Only of links that are slow by this from both sides, and of
-        those that have received fast; NaN where nothing is suspected.
+        Used for preparations, which may turn out unnecessary. Bounds are given only for links that they show to be slow
+        from both sides, and for those of ranks that have received fast; NaN if nothing is suspected.
         """
         waited_s = {rank: now_s - self._asked_s[rank] for rank in self._asked}
         late = {(rank, self._asked[rank]): PROBE_BYTES / each for rank, each in waited_s.items() if each > _LATE_S}
@@ -140,7 +141,7 @@ class LinkSurvey:
         return [guess if math.isnan(rate) else rate for rate, guess in known]
 
     def _ring(self) -> list[tuple[int, int]]:
-        """(sender, receiver) of this sweep's first probes, on different hosts."""
+        """Return (sender, receiver) of this sweep's first probes, on different hosts."""
         n, found = len(self.bytes_per_s), []
         for rank in range(n):
             others = [(rank + place) % n for place in range(1, n)]
@@ -150,7 +151,7 @@ class LinkSurvey:
         return found
 
     def _accept_rates(self) -> list[tuple[int, int]]:
-        """Publish the rates that need no second measurement; returns (sender, receiver) of those that do."""
+        """Publish the rates that need no second measurement; return (sender, receiver) of those that do."""
         self._asked.clear()
         if not self._rates:
             return []
@@ -159,25 +160,25 @@ class LinkSurvey:
         wanting = {rank for rank in low if not self._confirmed(rank, low)}
         targets = {rank: self._good_target(rank, low) for rank in wanting}
         again = {rank: target for rank, target in targets.items() if target is not None}
-        # Whether these need a second measurement shows when the rank that has sent to them has made its own.
+        # Whether these need a second measurement is known once the rank that sent to them has made its own.
         later = {rank for rank in again if self._sender(rank, low) in again}
         probes = [(rank, target) for rank, target in sorted(again.items()) if rank not in later]
         for rank, rate in sorted(self._rates.items()):
             measured_once = rank in wanting and sum(one == rank for one, _ in self._tried) == 1
-            if rank not in again and not (probes and measured_once):  # Else there may be a fast rank to send to soon.
+            if rank not in again and not (probes and measured_once):  # Else a fast rank to send to may show up soon.
                 self.bytes_per_s[rank] = rate
             elif math.isnan(self.bytes_per_s[rank]) and self._is_fast(rank, low):
-                self.bytes_per_s[rank] = self._received(rank, low)  # Until it has sent to a fast one itself.
+                self.bytes_per_s[rank] = self._received(rank, low)  # Until it has sent to a fast rank itself.
         return probes
 
     def _sender(self, rank: int, low: set[int]) -> int | None:
-        """The rank whose probe came to `rank`, where `rank` itself sent one to a link that is not low; else None."""
+        """Return the rank that sent a probe to `rank`, if `rank` has sent one to a rank that is not low; else None."""
         if not any(one == rank and target not in low for one, target in self._pairs):
             return None
         return next((one for one, target in self._pairs if target == rank), None)
 
     def _confirmed(self, rank: int, low: set[int]) -> bool:
-        """Whether the rank's link is as slow from the other side: for what a rank with a fast link has sent to it."""
+        """Whether the rank's link is as slow in the other direction, measured by a rank with a fast link."""
         own = [rate for (one, target), rate in self._pairs.items() if one == rank and target not in low]
         other = [rate for (one, target), rate in self._pairs.items() if target == rank and self._is_fast(one, low)]
         if not (own and other):
@@ -185,17 +186,17 @@ class LinkSurvey:
         return max(*own, *other) < max(_ALIKE * min(*own, *other), _FAR * max(self._rates.values()))
 
     def _is_fast(self, rank: int, low: set[int]) -> bool:
-        """Whether a rank's link has shown to be fast: by what it sent, or by what a rank with a fast link sent it."""
+        """Whether a rank's link is known to be fast, from what it sent or what a rank with a fast link sent to it."""
         return rank not in low or self._received(rank, low) >= _LOW * max(self._rates.values())
 
     def _received(self, rank: int, low: set[int]) -> float:
-        """The best rate at which ranks that are not low have sent to this one; 0 where none has."""
+        """Return the best rate at which ranks that are not low have sent to this one; 0 if none has."""
         rates = (rate for (one, target), rate in self._pairs.items() if target == rank and one not in low)
         return max(rates, default=0.0)
 
     def _good_target(self, rank: int, low: set[int]) -> int | None:
-        """The fastest rank on another host that `rank` has not probed yet; None where no such rank is left, or where
-        it has sent two probes, one of them to a rank that is not low."""
+        """Return the fastest rank on another host that `rank` has not probed yet; None if there is none, or if it has
+        sent two probes, one of them to a rank that is not low."""
         sent = {target for one, target in self._tried if one == rank}
         if len(sent) > 1 and any(target not in low and target in self._rates for target in sent):
             return None
@@ -214,21 +215,21 @@ class LinkSurvey:
 
 _COMM_S, _COMM_SHARE = 0.01, 0.2  # Links matter if communication takes more than both: seconds, part of a step.
 _RELEVANT_DECISIONS = 600  # About a minute: covers intermittent links, and forgets one that has recovered.
-_COMM_STEPS, _COMM_SURE, _COMM_SURE_SHARE = 4, 2, 0.5  # Steps needed for that; 2 where it is over half of a step.
+_COMM_STEPS, _COMM_SURE, _COMM_SURE_SHARE = 4, 2, 0.5  # Steps needed for that; 2 if it is over half of a step.
 
 _FAR_LOW, _COMM_MOST, _EXPLAINED = 1.0 / 3.0, 0.6, (0.3, 3.0)
-"""One step is enough where a link has less than a third of the others' rate, communication is most of the step, and it
-took as long as its bytes take on that link, by these factors: beside a reduction a probe gets a part of the rate."""
+"""One step is enough if a link has less than a third of the others' rate, communication is most of the step, and it
+took as long as its bytes take on that link, within these factors: beside a reduction a probe gets part of the rate."""
 
 _SHOWN = 0.3
-"""A low rate that makes a step's bytes take t is used only if steps take this part of t: all of them have to cross the
-link within the step, but where they are compressed. Beside other work on a machine a probe may be slow, too."""
+"""A low rate, over which a step's bytes would take time t, is used only if steps take at least this part of t: all
+bytes have to cross the link within the step, unless compressed. Other work on a machine can make a probe slow too."""
 
-_SURPRISE, _SURPRISE_S = 3.0, 0.15  # Over what the rates explain, and least seconds.
+_SURPRISE, _SURPRISE_S = 3.0, 0.15  # Multiple of the time that the rates explain, and minimum in seconds.
 
 
 class LinkRelevance:
-    """Whether links matter to one optimizer: to be measured, and to be used in decisions.
+    """Whether links matter to one optimizer, so that they are measured and used in decisions.
 
     Args:
         history: Reports of the ranks.
@@ -237,7 +238,7 @@ class LinkRelevance:
 
     Attributes:
         bytes_per_s: Rate of every rank's link as last measured, NaN where unknown.
-        suspected: The same, with what is suspected of links that are being measured (`LinkSurvey.suspected`).
+        suspected: The same, with bounds for links that are being measured (`LinkSurvey.suspected`).
     """
 
     def __init__(self, history: History, arrivals: Arrivals, world_size: int) -> None:
@@ -248,14 +249,14 @@ class LinkRelevance:
         self._arrivals = arrivals
         self._costs: bool | None = None  # Computed once per decision.
         self._relevant_decisions = 0  # Decisions for which the rates are still used.
-        self._first: set[int] = set()  # Ranks whose gradient of the first step has come.
-        self._first_s = self._second_s = math.nan  # When the last of them came, and the first one of the next step.
+        self._first: set[int] = set()  # Ranks whose gradient of the first step has arrived.
+        self._first_s = self._second_s = math.nan  # Arrival of the last one of them, and of the first of the next step.
 
     def new_decision(self, gradient_bytes: int) -> None:
-        """Begin a decision: the cost of communication is computed anew.
+        """Start a decision, for which the cost of communication is computed again.
 
         Args:
-            gradient_bytes: Of the optimizer.
+            gradient_bytes: Size of the optimizer's gradients.
         """
         self._costs, self._gradient_bytes = None, gradient_bytes
         self._relevant_decisions = max(0, self._relevant_decisions - 1)
@@ -265,14 +266,14 @@ class LinkRelevance:
         return _depends_on_links(active) or all(map(math.isnan, self.bytes_per_s)) or self._costly()
 
     def rates(self, active: Plan) -> Sequence[float]:
-        """Rates of the links while they matter, else NaN for all: they are not measured then, and would be stale."""
+        """Return the rates of the links while they matter, else NaN for all, since they are then stale."""
         if _depends_on_links(active) or self._costly():
             self._relevant_decisions = _RELEVANT_DECISIONS
         shown = active.mode != "sync" or self._shown()
         return self.bytes_per_s if self._relevant_decisions and shown else (math.nan,) * len(self.bytes_per_s)
 
     def arrived(self, rank: int, now_s: float) -> None:
-        """A rank's gradient is complete; the first step's reduction is timed from here, as ranks do later ones."""
+        """Note that a rank's gradient is complete, to time the first step's reduction; ranks time later ones."""
         if self._arrivals.comm_s:
             return
         if len(self._first) < len(self.bytes_per_s):
@@ -282,12 +283,12 @@ class LinkRelevance:
             self._second_s = now_s
 
     def surprised(self, now_s: float) -> bool:
-        """Whether the latest reduction took, or the first one takes, far longer than the rates explain."""
+        """Whether the latest reduction, or the first one so far, takes far longer than the rates explain."""
         slowest = self._slowest_s()
         return not math.isnan(slowest) and self._seen_s(now_s) > max(_SURPRISE_S, _SURPRISE * slowest)
 
     def to_prepare_for(self, now_s: float) -> Sequence[float]:
-        """The rates; suspected ones while the latest reduction takes far longer than usual links explain."""
+        """Return the rates; suspected ones while the latest reduction takes far longer than usual links explain."""
         if any(map(math.isnan, self.suspected)) or not any(map(math.isnan, self.bytes_per_s)):
             return self.bytes_per_s
         usual = usual_rate(np.array(self.suspected, dtype=np.float64))
@@ -295,7 +296,7 @@ class LinkRelevance:
         return self.suspected if self._seen_s(now_s) > max(_SURPRISE_S, _SURPRISE * explained_s) else self.bytes_per_s
 
     def _seen_s(self, now_s: float) -> float:
-        """What the latest reduction took, or the first one takes so far; 0 before."""
+        """Return the duration of the latest reduction, or of the first one so far; 0 before."""
         if self._arrivals.comm_s:
             return self._arrivals.comm_s[-1]
         if len(self._first) < len(self.bytes_per_s):
@@ -303,19 +304,19 @@ class LinkRelevance:
         return (now_s if math.isnan(self._second_s) else self._second_s) - self._first_s
 
     def _slowest_s(self) -> float:
-        """What the bytes of a step take on the slowest link; NaN while a rate is unknown."""
+        """Return the time that the bytes of a step take on the slowest link; NaN while a rate is unknown."""
         if any(map(math.isnan, self.bytes_per_s)):
             return math.nan
         return ring_bytes(len(self.bytes_per_s), self._gradient_bytes) / min(self.bytes_per_s)
 
     def _shown(self) -> bool:
-        """Whether steps take as long as a slow link would make them; assumed while none is known."""
+        """Whether steps take as long as the slowest link would make them; True while a time or a rate is unknown."""
         comm_s, compute_s = self._recent_s()
         slowest_s = self._slowest_s()
         return math.isnan(comm_s) or math.isnan(slowest_s) or comm_s + compute_s > _SHOWN * slowest_s
 
     def _recent_s(self) -> tuple[float, float]:
-        """Usual times of recent communication and of compute; NaN where unknown."""
+        """Return the usual times of recent communication and of compute; NaN if unknown."""
         recent = list(self._arrivals.comm_s)[-_COMM_STEPS:]
         known = [usual_s for usual_s in self._history.usual_s() if not math.isnan(usual_s)]
         comm_s = statistics.median_low(recent) if recent else math.nan
@@ -327,14 +328,14 @@ class LinkRelevance:
             known = len(self._arrivals.comm_s)
             share = _COMM_SHARE if known >= _COMM_STEPS else _COMM_SURE_SHARE if known >= _COMM_SURE else _COMM_MOST
             comm_s, compute_s = self._recent_s()
-            # False also where one of them is unknown.
+            # False also if one of them is unknown (NaN).
             self._costs = comm_s > max(_COMM_S, share * (comm_s + compute_s))
             if known < _COMM_SURE:
                 self._costs = self._costs and self._is_explained(comm_s)
         return self._costs
 
     def _is_explained(self, comm_s: float) -> bool:
-        """Whether a link far slower than the others explains what a reduction took."""
+        """Whether a link far slower than the others explains the time of a reduction."""
         slowest_s = self._slowest_s()
         low, high = _EXPLAINED
         far_low = bool((link_ratios(np.array(self.bytes_per_s, dtype=np.float64)) < _FAR_LOW).any())

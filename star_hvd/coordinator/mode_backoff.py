@@ -1,7 +1,8 @@
 """Exponential backoff for modes whose preparation failed. Pure: no clock.
 
-Some reasons are permanent (a Horovod without process sets), some pass (a rank froze while a set was made), and the rank
-that reports one cannot always tell which. So a mode is blocked for 60 s, then twice as long each time, up to an hour.
+Some reasons are permanent (a Horovod without process sets), some temporary (a rank froze while a set was made), and the
+rank that reports one cannot always tell which. So a mode is blocked for 60 s, then twice as long each time, up to an
+hour.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ _FIRST_S, _MOST_S = 60.0, 3600.0
 
 
 class PreparationBackoff(Collection[str]):
-    """The modes that are blocked at present, as a collection of their names."""
+    """The currently blocked modes, as a collection of their names."""
 
     def __init__(self) -> None:
         self._until_s: dict[str, float] = {}
@@ -30,7 +31,7 @@ class PreparationBackoff(Collection[str]):
         return len(self._until_s)
 
     def block(self, mode: str, now_s: float) -> bool:
-        """Block a mode; whether this is the first time since it last succeeded."""
+        """Block a mode; return whether this is the first time since it last succeeded."""
         first = mode not in self._last_s
         self._last_s[mode] = _FIRST_S if first else min(_MOST_S, 2.0 * self._last_s[mode])
         self._until_s[mode] = now_s + self._last_s[mode]
@@ -42,5 +43,5 @@ class PreparationBackoff(Collection[str]):
         self._last_s.pop(mode, None)
 
     def expire(self, now_s: float) -> None:
-        """Unblock modes whose time is over."""
+        """Unblock modes whose time has expired."""
         self._until_s = {mode: until_s for mode, until_s in self._until_s.items() if until_s > now_s}

@@ -22,13 +22,13 @@ logger = logging.getLogger("star_hvd")
 
 _FIRST_INTERVAL_S, _QUIET_INTERVAL_S, _QUIETEST_INTERVAL_S, _SLOWER = 0.1, 0.5, 2.0, 1.25
 """Interval between full decisions while nothing changes: predictions take milliseconds of CPU, so it grows by `_SLOWER`
-each time, from 0.1 s at the job's start, where every report is news, to 0.5 s and at last 2 s."""
+each time, from 0.1 s at the job's start, where every report is new information, to 0.5 s and finally 2 s."""
 _LEAST_INTERVAL_S, _LEAST_MOST_S = 0.3, 1.0
-"""Least interval outside `sync`, even after changes: a decision holds the interpreter lock of rank 0, which trains and
-closes steps. It grows likewise while the set of stragglers keeps changing."""
+"""Minimum interval outside `sync`, even after changes: a decision holds the interpreter lock of rank 0, which trains
+and closes steps. It grows in the same way while the set of stragglers keeps changing."""
 _PAUSE_S, _MOST_PAUSE_S = 60.0, 3600.0  # Time without predictions after one failed: doubled each time.
 _ALERT = 2  # Consecutive slow reports of a rank that trigger a decision at once in `sync`, where all ranks wait for it.
-_STRETCH_UPDATES = 64  # Steps under one plan before its loss is compared; fewer are lost in the noise of batches.
+_STRETCH_UPDATES = 64  # Steps under one plan before its loss is compared; over fewer, noise of batches dominates.
 _SMOOTH = 16  # Losses averaged at each end of such a stretch.
 
 
@@ -41,12 +41,12 @@ class _Pace:
         self._seen: tuple[object, ...] | None = None
 
     def due(self, seen: tuple[object, ...], now_s: float, *, in_sync: bool) -> bool:
-        """Whether a decision is due; if so it counts as made.
+        """Whether a decision is due; if so, it counts as made.
 
         Args:
             seen: What a decision depends on; its first item is the active plan's `plan_id`.
-            now_s: The present.
-            in_sync: Whether all ranks wait for the slowest: a change is decided on at once.
+            now_s: Current time.
+            in_sync: Whether all ranks wait for the slowest, so that a change is decided on at once.
         """
         same = seen == self._seen
         another_plan = self._seen is None or seen[0] != self._seen[0]
@@ -90,10 +90,10 @@ class Choice:
     def decide(
         self, window: Window, active: Plan, stragglers: Sequence[Straggler], now_s: float
     ) -> Plan | None:
-        """The plan to switch to, None to keep the active one.
+        """Return the plan to switch to, None to keep the active one.
 
-        A change of the stragglers is decided on at once in `sync`, within 0.3 to 1 s in other modes; without a change
-        decisions become rarer, up to every 2 s. Where a prediction raises, the active plan stays and the rule-based
+        A change of stragglers triggers a decision at once in `sync`, within 0.3 to 1 s in other modes; without changes
+        decisions become rarer, down to one per 2 s. If a prediction raises, the active plan stays and the rule-based
         policy decides for a minute or more.
         """
         if self._retry_at_s is not None and now_s >= self._retry_at_s:
@@ -113,7 +113,7 @@ class Choice:
             return None
 
     def watch(self, window: Window, active: Plan, now_s: float) -> None:
-        """Pass on a window without a decision: the policy follows silent ranks and the outcome of switches."""
+        """Pass a window to the policy without a decision, so that it follows silent ranks and outcomes of switches."""
         if self._predicting is not None:
             try:
                 self._predicting.watch(window, active)
@@ -121,16 +121,16 @@ class Choice:
                 self._give_predicting_up(now_s)
 
     def explain(self) -> str:
-        """One sentence on the present choice; empty under the rule-based policy, whose plans carry their reason."""
+        """Explain the current choice in one sentence; empty under the rule-based policy, whose plans carry a reason."""
         return self._predicting.explain() if self._predicting is not None else ""
 
     @property
     def policy(self) -> CostPolicy | None:
-        """What predicts, None where the rule decides or while predictions fail."""
+        """The policy that predicts; None under the rule-based policy or while predictions fail."""
         return self._predicting
 
     def take_outcomes(self) -> list[SwitchOutcome]:
-        """Outcomes of switches since the last call."""
+        """Return the outcomes of switches since the last call."""
         if self._predicting is None:
             return []
         found, self._predicting.outcomes = self._predicting.outcomes, []
@@ -142,7 +142,7 @@ class Choice:
         return self._predicting.coming if self._predicting is not None else None
 
     def predictions(self) -> dict[str, Any]:
-        """The last decision's predictions, for the run log: time of each candidate relative to `sync`."""
+        """Return the last decision's predictions for the run log: time of each candidate relative to `sync`."""
         if self._predicting is None:
             return {}
         return {
@@ -163,14 +163,14 @@ class Choice:
         )
 
     def _give_predicting_up(self, now_s: float) -> None:
-        """An exception in a prediction must not end the coordinator, which closes the steps."""
+        """Let the rule-based policy decide for a while: a failed prediction must not end the coordinator."""
         pause_s = min(_MOST_PAUSE_S, _PAUSE_S * 2.0**self._failed)
         self._failed += 1
         logger.exception("predicting modes failed; the rule-based policy decides for the next %.0f s", pause_s)
         self._predicting, self._stretch, self._retry_at_s = None, None, now_s + pause_s
 
     def _learn(self, window: Window, active: Plan) -> None:
-        """Give the policy the decrease of the loss over a stretch under one plan, from which it prices staleness."""
+        """Pass the policy the decrease of the loss over a stretch under one plan, from which it prices staleness."""
         assert self._predicting is not None
         if self._stretch is None or self._stretch[1].plan_id != active.plan_id:
             self._stretch = (window.step, active)
@@ -191,7 +191,7 @@ class Choice:
         self._predicting.observe(plan, float(window.step - began), decrease, self._drift(plan))
 
     def _drift(self, plan: Plan) -> float:
-        """Predicted drift of a plan's gradients: arrivals are measured, the parameters' movement is not."""
+        """Return the predicted drift of a plan's gradients: arrivals are measured, the parameters' movement is not."""
         assert self._predicting is not None
         if plan.mode == "sync":
             return 0.0

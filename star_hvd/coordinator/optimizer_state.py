@@ -47,16 +47,16 @@ __all__ = ["OptimizerState"]
 logger = logging.getLogger("star_hvd")
 
 _HISTORY, _HISTORY_MANY, _MANY = 64, 32, 128
-"""Reports kept of each rank, those that a median is taken over; fewer with more than `_MANY` ranks, because a
-decision's time grows with the bytes it reads."""
+"""Reports kept per rank, over which medians are taken; fewer with more than `_MANY` ranks, because the time of a
+decision grows with the bytes it reads."""
 _OUTCOMES = 256  # Outcomes of switches kept for the report and the run log.
 _MAX_UNLOGGED_PREDICTIONS = 64  # Plans whose predictions are kept for the log.
 _SOONER = 0.25  # Part of `decide_interval_s` after which slow reports may trigger the next window.
 _SHARES = "; now "
-_EXACT = frozenset(("sync",))  # Batch shares are a form of it.
-_FED_BY = 8  # Steps within which a loader of `shard` has shown itself.
-_REGROUP_AFTER = 20  # Consecutive decisions with other groups before the groups are formed anew.
-_RATES_S = 3.0  # Longest wait for the rates of links before servers are placed; a sweep takes 2 s at most.
+_EXACT = frozenset(("sync",))  # It includes `sync(balanced)` and `sync(steal)`.
+_FED_BY = 8  # Steps after which a loader of `shard` is known if there is one.
+_REGROUP_AFTER = 20  # Consecutive decisions that prefer other groups before new groups are formed.
+_RATES_S = 3.0  # Longest wait for the rates of links before servers are placed; a sweep takes at most 2 s.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
 
@@ -105,19 +105,19 @@ class OptimizerState:
         self.losses = Losses()
         self.steps = 0
         self.closed = 0
-        self.folds = 0.0  # Late gradients folded into a later step, of all ranks.
+        self.folds = 0.0  # Late gradients of all ranks that were folded into a later step.
         self.has_queue = self.has_shares = False  # A loader of `shard` feeds the ranks; batches can have other sizes.
-        self.microbatches = 0  # Of a rank in a step, where a loader of `shard` cuts its batches.
+        self.microbatches = 0  # Per rank and step, if a loader of `shard` splits its batches.
         self.microbatch_fixed_part = math.nan  # See `MicrobatchDesk.fixed_part`.
         self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
-        self.exact = False  # Whether `auto` chooses only what changes nothing in the mathematics.
-        self.unfed = ""  # Why batch shares are not possible, where nothing feeds the ranks.
+        self.exact = False  # Whether `auto` may choose only modes that do not change the mathematics.
+        self.unfed = ""  # Why the batch shares or the stealing that the user asked for are not possible.
         self.dropped: dict[int, OptimizerDropped] = {}  # Latest message of ranks that dropped the optimizer.
         self.closing = False  # Some ranks have made their last step: no further plan is published.
         self._config = config
         self._send = send
         self._registered: dict[int, Plan | None] = {}
-        self._warm: set[int] = set()  # Ranks whose first report has come.
+        self._warm: set[int] = set()  # Ranks whose first report has arrived.
         self.choice: Choice | None = None
         self.predictions_by_plan: dict[int, dict[str, Any]] = {}  # By plan_id, the predictions behind a plan.
         self.outcomes: list[SwitchOutcome] = []  # Outcomes of switches, the latest last.
@@ -132,8 +132,8 @@ class OptimizerState:
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
         self._plan_after_load: Plan | None = None
-        self._rates_by_s = math.inf  # Until when servers wait to be placed for the rates of links.
-        self._restarting = False  # A state is being loaded, which waits for servers that are draining.
+        self._rates_by_s = math.inf  # Until when the placement of servers waits for the rates of links.
+        self._restarting = False  # Loading a state waits for servers that are draining.
         self._published: dict[int, Plan] = {}
         self._next_epoch = 1
         self._decide_at_s = self._decide_next_s = 0.0  # Next window; the same without a trigger.
@@ -163,13 +163,13 @@ class OptimizerState:
         elif wanted.mode != self.active.mode or not wanted.plain:
             self._wanted, self._rates_by_s = wanted, now_s + _RATES_S
             if self._awaits_rates:
-                with contextlib.suppress(PlanError):  # `publish` says it.
-                    self._readiness.for_plan(self._resolve(wanted))  # Servers start meanwhile where they may well be.
-            elif not (wanted.uneven or wanted.steal):  # Else once a loader feeds the ranks.
+                with contextlib.suppress(PlanError):  # `publish` logs it.
+                    self._readiness.for_plan(self._resolve(wanted))  # Start servers at their probable places meanwhile.
+            elif not (wanted.uneven or wanted.steal):  # Otherwise published once a loader feeds the ranks.
                 self.publish(wanted, now_s)
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
-        """A rank's fresh gradient for its current step is ready."""
+        """Note that a rank's fresh gradient for its current step is ready."""
         self._acted(rank, message.plan_id, message.step)
         self._note_report(rank, message.step, message.times, late=False)
         self.arrivals.waited(rank, message.previous_wait_s)
@@ -188,14 +188,14 @@ class OptimizerState:
             self._decide_at_s = min(self._decide_at_s, max(now_s, self._decide_next_s - waited_s))
 
     def late(self, rank: int, message: Late, now_s: float) -> None:
-        """A rank's gradient is ready after its step was closed."""
+        """Note that a rank's gradient became ready after its step was closed."""
         self.arrivals.came(rank, message.version, now_s)
-        self.arrivals.waited(rank, 0.0)  # It did not wait; otherwise its waits in `sync` would stay its usual ones.
+        self.arrivals.waited(rank, 0.0)  # It did not wait; without this, its waits in `sync` would stay its usual ones.
         self._note_report(rank, message.version, message.times, late=True)
         self.rule.late(rank, message.times.compute_s)
 
     def header_note(self, message: HeaderNote) -> None:
-        """The statistics in a step's reduced header, reported by rank 0."""
+        """Take in the statistics of a step's reduced header, reported by rank 0."""
         self._note_plan(message.plan_id, message.step)
         self.steps = max(self.steps, message.step + 1)
         self.losses.note(message.step, message.loss)
@@ -206,7 +206,7 @@ class OptimizerState:
             self.noise.update(message.local_sqr / message.weight, message.mean_sqr, mean_weight, message.weight)
 
     def mode_unsupported(self, rank: int, message: ModeUnsupported, now_s: float) -> None:
-        """A rank cannot run a relaxed mode at all: abandon the plan, and return to `sync` if it is active already."""
+        """Abandon a plan because a rank cannot run relaxed modes at all; return to `sync` if the plan is active."""
         if self.refused is None:
             logger.warning("optimizer %d stays in sync: rank %d: %s", self.optimizer_id, rank, message.reason)
         self.refused = message.reason
@@ -215,7 +215,7 @@ class OptimizerState:
             self.equal_batches = message.reason
         # A rank that detects it later has dropped the pending plan and names the active one.
         switch = self._switch
-        # Servers that are ending already hear of no other plan: it comes into force, and `sync` follows.
+        # Servers that are already ending accept no other plan: this one becomes active, and `sync` follows.
         revocable = switch is not None and not switch.irrevocable
         if switch is not None and revocable and (switch.plan.relaxed or switch.plan.plan_id == message.plan_id):
             self._abandon(message.reason)
@@ -253,17 +253,17 @@ class OptimizerState:
         return self._switch is not None
 
     def prepare_failed(self, rank: int, message: PrepareFailed, now_s: float) -> None:
-        """A rank failed to prepare the pending plan: abandon it and block its mode for a while."""
+        """Abandon the pending plan, which a rank failed to prepare, and block its mode for a while."""
         if self._switch is not None and message.plan_id == self._switch.plan.plan_id and not self._switch.irrevocable:
             self._block_mode(f"rank {rank}: {message.reason}", now_s)
 
     def prepared(self, rank: int, message: Prepared) -> None:
-        """A rank has prepared the pending plan."""
+        """Note that a rank has prepared the pending plan."""
         if self._switch is not None and message.plan_id == self._switch.plan.plan_id:
             self._send_all(self._switch.rank_ready(rank))
 
     def restart(self, now_s: float) -> None:
-        """All ranks are about to load a state that servers do not have: to `sync`, and then to the same plan again."""
+        """Switch to `sync`, and later back to the same plan: all ranks are about to load a state that servers lack."""
         self._restarting = False
         if self._switch is not None and self._switch.irrevocable:
             self._restarting = True  # The old servers are draining already and take no other plan.
@@ -274,12 +274,12 @@ class OptimizerState:
         self.publish(self._sync("a state is being loaded"), now_s)
 
     def server_up(self, message: ServerUp) -> None:
-        """A server of the pending plan is running."""
+        """Note that a server of the pending plan is running."""
         if self._switch is not None and message.plan_id == self._switch.plan.plan_id:
             self._send_all(self._switch.server_up(message.index, message.address))
 
     def switched(self, message: Drained | Switched, now_s: float) -> None:
-        """The old mode has ended at a step that only some ranks know: send it to all."""
+        """Send all ranks the step at which the old mode ended, which only some of them know."""
         if message.plan_id not in self._published and message.plan_id != self.active.plan_id:
             return
         self._send(PlanActive(self.optimizer_id, message.plan_id, message.step))
@@ -287,7 +287,7 @@ class OptimizerState:
         self.rule.restart(message.step, now_s)
 
     def step_note(self, rank: int, message: StepNote) -> None:
-        """A rank's step in a mode without a common reduction."""
+        """Take in a rank's step in a mode without a common reduction."""
         self._acted(rank, message.plan_id, message.version)
         self._note_report(rank, message.version, message.times, late=message.staleness > 0, wait_s=message.comm_s)
         self.arrivals.waited(rank, message.comm_s)
@@ -298,9 +298,9 @@ class OptimizerState:
         self.losses.note(message.version, message.loss)
 
     def drop(self, rank: int, message: OptimizerDropped) -> bool:
-        """A rank has dropped this optimizer; whether all have and no collective of it is in flight.
+        """Note that a rank has dropped this optimizer; return whether all have and no collective of it is in flight.
 
-        A step that some ranks have begun is completed by the helpers of all ranks: a reduction that not all ranks have
+        The helpers of all ranks complete a step that some ranks have started: a reduction that not all ranks have
         submitted would stay in Horovod's tables until the end of the job.
         """
         self.dropped[rank] = message
@@ -323,11 +323,11 @@ class OptimizerState:
     # ---- time -----------------------------------------------------------------------------------------------
 
     def decides(self, now_s: float) -> bool:
-        """Whether the next tick makes a window, so that the ranks' readings have to be set before it."""
+        """Whether the next tick makes a window, so that the ranks' readings must be set first."""
         return now_s >= self._decide_at_s
 
     def tick(self, now_s: float) -> float:
-        """Act on what is due; returns the latest time of the next call."""
+        """Act on what is due; return the latest time for the next call."""
         wake_s = now_s + 1.0
         order, again_s = self.rule.evaluate(now_s)
         if order is not None:
@@ -349,10 +349,10 @@ class OptimizerState:
         return min(wake_s, self._decide_at_s) if self.choice is not None or self._awaits_rates else wake_s
 
     def window(self, now_s: float = math.nan) -> Window:
-        """Recent reports of all ranks, links and losses, as a decision sees them.
+        """Return recent reports of all ranks, links and losses, as a decision sees them.
 
         Args:
-            now_s: The present, needed where the policy times the outcome of a switch by this window.
+            now_s: Current time, needed if the policy measures the outcome of a switch with this window.
         """
         return Window(
             step=self.rule.step,
@@ -378,7 +378,7 @@ class OptimizerState:
         )
 
     def explain(self) -> str:
-        """One sentence on why the active plan is active."""
+        """Explain in one sentence why the active plan is active."""
         chosen = self.choice.explain() if self.choice is not None and not self._is_bound else ""
         refused = f"; only exact modes: {self.refused}" if self.refused is not None else ""
         return f"{chosen}{refused}" if chosen else self._plain_reason()
@@ -395,9 +395,9 @@ class OptimizerState:
 
     @property
     def _awaits_rates(self) -> bool:
-        """Whether servers that the user asks for are still to be placed, and the rates of some links are not known.
+        """Whether servers that the user asked for have yet to be placed and the rates of some links are unknown.
 
-        All ranks' parameters pass a server's link in every step: on a slow one that costs more than the wait.
+        In every step the parameters of all ranks cross a server's link; if it is slow, that costs more than the wait.
         """
         wanted = self._wanted
         if wanted is None or wanted.family not in ("ps", "grouped") or wanted.servers or self._rates_by_s == math.inf:
@@ -405,7 +405,7 @@ class OptimizerState:
         return len(set(self._hosts)) > 1 and any(map(math.isnan, self.links.bytes_per_s))
 
     def surprised_by_links(self, now_s: float) -> bool:
-        """Whether reductions take far longer than what is known of the links explains, so that this is outdated."""
+        """Whether reductions take far longer than the known rates of links explain, so that these are outdated."""
         return self.choice is not None and self.active.mode == "sync" and self.links.surprised(now_s)
 
     def _sync(self, reason: str) -> Plan:
@@ -414,7 +414,7 @@ class OptimizerState:
         )
 
     def _maybe_return_to_sync(self, now_s: float) -> None:
-        """Return to `sync` if a rank cannot run the active mode, in force before the ranks were notified."""
+        """Return to `sync` if a rank cannot run the active mode, which became active before that was known."""
         if self._switch is not None:
             return
         if self.refused is not None and self.active.relaxed:
@@ -424,7 +424,7 @@ class OptimizerState:
 
     def _note_report(self, rank: int, step: int, times: StepTimes, *, late: bool, wait_s: float = 0.0) -> None:
         if rank not in self._warm:
-            # A first step allocates, compiles and opens files: its time is not that of later steps.
+            # A first step allocates, compiles and opens files, so its time is not typical.
             self._warm.add(rank)
             return
         self.history.append(StepReport(rank=rank, step=step, times=times, wait_s=wait_s, late=late))
@@ -435,7 +435,7 @@ class OptimizerState:
         self._note_plan(plan_id, step)
 
     def _note_plan(self, plan_id: int, step: int) -> None:
-        """A rank acts on a newer plan, so all ranks agreed on it in a header, maybe while it was being abandoned."""
+        """Activate a newer plan that a rank acts on: all ranks agreed on it in a header, maybe as it was abandoned."""
         if plan_id <= self.active.plan_id or plan_id not in self._published:
             return
         self.active = self._published[plan_id]
@@ -504,9 +504,9 @@ class OptimizerState:
 
     @property
     def _is_bound(self) -> bool:
-        """Whether nothing can follow but plain `sync`: relaxed modes are refused, and there is no exact one.
+        """Whether only plain `sync` is possible: relaxed modes are refused, and so are other exact modes.
 
-        The exact modes are steps of `sync`; what refuses the relaxed ones says whether it refuses these, too.
+        Exact modes are forms of `sync`; the refusal of relaxed modes says whether it covers them too (`equal_batches`).
         """
         if self.refused is None:
             return False
@@ -521,13 +521,13 @@ class OptimizerState:
         self.outcomes = [*self.outcomes, *found][-_OUTCOMES:]
 
     def _retry_wanted(self, now_s: float) -> None:
-        """Publish the user's mode once more after its backoff."""
+        """Publish the user's mode again after its backoff."""
         wanted = self._wanted
         if wanted is None or self._plan_after_load is not None:  # A state is being loaded; the plan comes after that.
             return
         if self.refused is not None and wanted.relaxed:
             return
-        if self.equal_batches and (wanted.uneven or wanted.steal):  # For another optimizer's sake.
+        if self.equal_batches and (wanted.uneven or wanted.steal):  # Another optimizer needs equal batches.
             self.unfed = self.equal_batches
             return
         if (wanted.uneven and not self.has_shares) or (wanted.steal and not self.microbatches):
@@ -545,7 +545,7 @@ class OptimizerState:
                 self.blocked.block(wanted.mode, now_s)
 
     def shares_changed(self, step: int, shares: tuple[int, ...], sentence: str) -> None:
-        """Batch shares change from a step on, under the same plan; the run log and `explain()` say so."""
+        """Record new batch shares from a step on, under the same plan, for the run log and `explain()`."""
         if not self.active.balanced or shares == self.active.batch_shares:
             return
         why = self.active.reason.partition(_SHARES)[0]
@@ -553,7 +553,7 @@ class OptimizerState:
         self.plans.append((step, self.active))
 
     def _say_unfed(self, wanted: Plan) -> None:
-        """Batch shares are asked for and the ranks' batches are the user's own: say so once some steps were made."""
+        """Warn, once some steps were made, that the user's mode needs a loader that the job does not have."""
         if self.rule.step >= _FED_BY and not self.unfed:
             self.unfed = f"{wanted.label} needs hvd.shard, which forms the batches; without it the sizes are the user's"
             if wanted.steal:
@@ -563,7 +563,7 @@ class OptimizerState:
             logger.warning("optimizer %d stays in sync: %s", self.optimizer_id, self.unfed)
 
     def _regroup(self, now_s: float) -> None:
-        """Form new groups, where the user gave none, after others have been better for `_REGROUP_AFTER` decisions."""
+        """Form new groups, if the user gave none, after others have been better for `_REGROUP_AFTER` decisions."""
         wanted = self._wanted
         if wanted is None or wanted.groups or self.active.mode != wanted.mode or not self.active.groups:
             return

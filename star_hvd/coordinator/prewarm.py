@@ -1,7 +1,7 @@
 """Starts servers and makes process sets ahead of a plan that may be chosen soon. Pure: only queues messages.
 
-Servers take seconds to start; starting one blocks nothing, and one that is not used costs memory only. Making a process
-set blocks all collectives for a third of a second, so a set is made ahead only where it could not be made later.
+Servers take seconds to start; starting one blocks nothing, and an unused one costs only memory. Making a process set
+blocks all collectives for a third of a second, so a set is made ahead only if it could not be made later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORTH_S = 0.05  # Time of a gradient over a slow link above which a set without
 
 
 class Readiness:
-    """Prepares servers and process sets ahead for one optimizer.
+    """Prepares servers and process sets in advance for one optimizer.
 
     Args:
         optimizer_id: Number of the optimizer.

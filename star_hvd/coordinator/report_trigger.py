@@ -9,8 +9,8 @@ from scheduler.diagnosis.window_stats import slow_limit_s
 __all__ = ["SlowReportTrigger"]
 
 _WORTH = (2, 3)
-"""Consecutive slow reports of a rank that trigger: one may be a pause, two are evidence, with three the rank counts as
-a straggler. Later ones add nothing."""
+"""Consecutive slow reports of a rank that trigger a decision: one may be a pause, two are evidence, at three the rank
+counts as a straggler. Further ones add nothing."""
 
 
 class SlowReportTrigger:
@@ -30,6 +30,6 @@ class SlowReportTrigger:
             self._limit_s = slow_limit_s(typical_s)
 
     def note(self, rank: int, compute_s: float) -> bool:
-        """Take in a report; whether it should trigger a decision."""
+        """Take in a report; return whether it should trigger a decision."""
         self._runs[rank] = self._runs[rank] + 1 if compute_s > self._limit_s else 0
         return self._runs[rank] in _WORTH

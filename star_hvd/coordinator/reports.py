@@ -1,8 +1,8 @@
-"""What the ranks reported of late, kept for windows and decisions: step reports, arrivals and losses. Pure: no clock.
+"""Recent reports of the ranks, kept for windows and decisions: step reports, arrivals and losses. Pure: no clock.
 
-`History` holds the step reports as arrays, so that a window takes no walk over every report. `Arrivals` tells how long
-ranks wait for each other from what communication takes besides, without comparing clocks. `Losses` are those that the
-user tells.
+`History` holds the step reports as arrays, so that a window needs no loop over reports. `Arrivals` separates the time
+ranks wait for each other from the time of communication, without comparing clocks. `Losses` are those that the user
+records.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Floats = npt.NDArray[np.float64]
 _COMPUTE, _INPUT, _RUNQUEUE, _WAIT, _CPU, _LATE = range(6)
 
 _USUAL = 16
-"""Reports that make a rank's usual time where it has to be up to date."""
+"""Reports over which a rank's usual time is taken when it has to be recent."""
 
 
 class History:
@@ -32,7 +32,7 @@ class History:
 
     Args:
         world_size: Number of ranks.
-        depth: Reports that are kept of each.
+        depth: Reports kept per rank.
     """
 
     def __init__(self, world_size: int, depth: int) -> None:
@@ -59,7 +59,7 @@ class History:
         return len(self._counts)
 
     def __getitem__(self, rank: int) -> list[StepReport]:
-        """A rank's reports, oldest first. What is not kept of a report has its default."""
+        """Return a rank's reports, oldest first; fields that are not kept have their defaults."""
         count = int(self._counts[rank])
         values = self._values[rank, :, self._depth - count :].T.tolist()
         steps = self._steps[rank, self._depth - count :].tolist()
@@ -75,12 +75,12 @@ class History:
         ]
 
     def latest_s(self, rank: int, count: int, *, with_waits: bool = False) -> list[float]:
-        """A rank's latest compute times, at most `count`, oldest first, seconds.
+        """Return a rank's latest compute times in seconds, at most `count`, oldest first.
 
         Args:
             rank: The rank.
             count: How many of its reports to look at.
-            with_waits: Of those reports that say how long the rank waited in its step, compute time and wait.
+            with_waits: Return compute time plus wait, and only for reports with a wait above 0.
         """
         known = min(count, int(self._counts[rank]))
         latest = self._values[rank, :, self._depth - known :]
@@ -89,7 +89,7 @@ class History:
         return list((latest[_COMPUTE] + latest[_WAIT])[latest[_WAIT] > 0.0].tolist())
 
     def usual_s(self) -> list[float]:
-        """Median of every rank's latest compute times, seconds; NaN for a rank without reports."""
+        """Return the median of every rank's latest compute times in seconds; NaN for a rank without reports."""
         recent = self._values[:, _COMPUTE, -_USUAL:]
         counts = np.minimum(self._counts, recent.shape[1])
         if int(counts.min(initial=_USUAL)) == _USUAL:
@@ -112,19 +112,19 @@ class History:
         comm_s: tuple[float, ...],
         scale: Callable[[npt.NDArray[np.int64]], _Floats] | None = None,
     ) -> RankTable:
-        """The reports as a window's ranks; later reports do not change it.
+        """Return the reports as the ranks of a window; later reports do not change it.
 
-        Where most ranks wait for a processor there are fewer cores than ranks, or others use them: a rank that gets
-        none for a moment is not slow, and no mode would help. Those waits are then subtracted. Where one rank alone
-        waits, it is starved, and they stay in.
+        If most ranks wait for a processor, there are fewer cores than ranks or other programs use them: a rank without
+        a core for a moment is not slow, and no mode would help. Those waits are then subtracted. If a single rank
+        waits, it is starved, and its waits are kept.
 
         Args:
-            oversubscribed_share: Usual share of waits for a processor above which that is so.
-            starved_share: What else is known to keep each rank off its processor, 0 to 1.
-            link_bytes_per_s: Of every rank, NaN where unknown.
-            silent_s: Time since each rank was heard.
+            oversubscribed_share: Median share of waits for a processor above which they are subtracted.
+            starved_share: Part of the time that each rank is otherwise known to be kept off its processor, 0 to 1.
+            link_bytes_per_s: Rate of every rank's link, NaN if unknown.
+            silent_s: Time since each rank's last message.
             comm_s: Recent times of the job's communication, without waiting for others.
-            scale: Time of a usual batch over that of the batches there were, for every rank and step.
+            scale: Returns, for every rank and step, the time of a usual batch over the time of the actual batch.
         """
         sums = self._values[:, : _RUNQUEUE + 1].sum(axis=2)
         total_s = sums[:, _COMPUTE]
@@ -148,7 +148,7 @@ class History:
 
 
 def _share(part_s: _Floats, total_s: _Floats) -> _Floats:
-    """Part of the compute time that another of the reports' times makes up, 0 to 1."""
+    """Return the ratio of one of the reports' times to the compute time, 0 to 1."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(total_s > 0.0, np.minimum(1.0, part_s / total_s), 0.0)
 
@@ -160,7 +160,7 @@ _STEPS_KEPT = 4 * _KEPT
 
 
 class Arrivals:
-    """Waits and arrivals of every rank, the recent ones.
+    """Recent waits and arrivals of every rank.
 
     Args:
         world_size: Number of ranks.
@@ -177,28 +177,29 @@ class Arrivals:
         self._step_waits_s: dict[int, dict[int, float]] = {}
 
     def waited(self, rank: int, wait_s: float) -> None:
-        """A rank was inside a collective for so long."""
+        """Note how long a rank was inside a collective."""
         self._wait_s[rank].append(wait_s)
 
     def in_lockstep(self, rank: int, step: int, wait_s: float) -> None:
-        """The same of a step that began with the last rank.
+        """Note a rank's wait in a step that waited for all ranks.
 
-        Waiting ended at the same moment everywhere, so the longest wait minus one's own is the time one came later.
+        Waiting ended at the same moment on all ranks, so the longest wait minus a rank's own is its arrival after the
+        first rank.
         """
         if step < 0:
-            return  # What a rank tells with its first step: there was none before.
+            return  # Reported with a rank's first step: there was no step before it.
         waits = self._step_waits_s.setdefault(step, {})
         waits[rank] = wait_s
         if len(waits) == len(self._wait_s):
             del self._step_waits_s[step]
-            self.comm_s.append(min(waits.values()))  # Of the last to come: it waited for no other.
+            self.comm_s.append(min(waits.values()))  # Wait of the last rank to arrive, which waited for no other.
             for other, other_s in waits.items():
                 self._offset_s[other].append(max(waits.values()) - other_s)
-        elif len(self._step_waits_s) > _STEPS_KEPT:  # Those that not all ranks reported.
+        elif len(self._step_waits_s) > _STEPS_KEPT:  # Drop the oldest step that not all ranks reported.
             del self._step_waits_s[next(iter(self._step_waits_s))]
 
     def came(self, rank: int, step: int, now_s: float) -> None:
-        """A rank's gradient of a step that does not wait for all is here, by the clock of the coordinator."""
+        """Note the arrival, on the coordinator's clock, of a rank's gradient for a step that may close without it."""
         if step not in self._first_s:
             self._first_s[step] = now_s
             if len(self._first_s) > _STEPS_KEPT:
@@ -211,14 +212,14 @@ class Arrivals:
         return statistics.median(self.comm_s) if self.comm_s else math.nan
 
     def offsets_s(self) -> list[float]:
-        """Median arrival of every rank behind the first one of its step; NaN if unknown.
+        """Return every rank's median arrival after the first rank of the step; NaN if unknown.
 
-        A gradient that missed its step counts with the time at which it came after all.
+        A gradient that missed its step counts with the time at which it finally arrived.
         """
         return [statistics.median(items) if items else math.nan for items in self._offset_s]
 
     def waits_s(self) -> list[float]:
-        """Median time of every rank inside the collective; the rank with the least is the slowest. NaN if unknown."""
+        """Return every rank's median time inside the collective, NaN if unknown; the slowest rank has the least."""
         return [statistics.median(items) if items else math.nan for items in self._wait_s]
 
 
@@ -229,9 +230,9 @@ class Losses:
     """Recorded losses, the last 256.
 
     Attributes:
-        values: The mean over the ranks, or one rank's own under servers; infinite where one was no number.
+        values: Means over the ranks, or one rank's own loss under servers; infinite if a loss was NaN.
         steps: Their steps.
-        usual: Mean of the finite ones, the later the more it weighs; NaN before the first.
+        usual: Exponential moving average of the finite ones; NaN before the first.
     """
 
     def __init__(self) -> None:
@@ -240,7 +241,7 @@ class Losses:
         self.usual = math.nan
 
     def note(self, step: int, loss: float) -> None:
-        """Take in the loss of a step; NaN where the user recorded none."""
+        """Take in the loss of a step; NaN if the user recorded none."""
         if math.isnan(loss):
             return
         self.values.append(loss)

@@ -18,10 +18,10 @@ from star_hvd.channel.messages.switch import DropSet, MakeSet
 __all__ = ["MOST_SETS", "SetLedger"]
 
 MOST_SETS = 4
-"""Sets kept beside those still needed."""
+"""Sets kept in addition to those still needed."""
 _SUSPECTED_S = 600.0
-"""How long a set is kept that no plan has used; others: `SET_IDLE_S`. Making a set blocks the job for a third
-of a second and is impossible while a collective is slow over a slow link."""
+"""How long a set is kept that no plan has used; others are kept for `SET_IDLE_S`. Making a set blocks the job for a
+third of a second and is impossible while a collective is slow over a slow link."""
 
 Ranks = tuple[int, ...]
 
@@ -60,7 +60,7 @@ class SetLedger:
         return tuple(sorted(ranks)) in self._known
 
     def acted(self, optimizer_id: int, rank: int, plan_id: int) -> None:
-        """Note that a rank makes steps under this plan."""
+        """Note that a rank makes steps under a plan."""
         seen = self._acts_on.setdefault(optimizer_id, [-1] * self._world_size)
         if plan_id > seen[rank]:
             seen[rank] = plan_id
@@ -77,12 +77,12 @@ class SetLedger:
             known.plans.discard((optimizer_id, plan_id))
 
     def order(self, optimizer_id: int, sets: Iterable[Ranks], plan_id: int | None = None) -> list[Message]:
-        """The messages after which all of these sets exist; unneeded sets over the limit are removed first.
+        """Return the messages after which all of these sets exist; unneeded sets over the limit are removed first.
 
         Args:
             optimizer_id: Number of the optimizer.
-            sets: Ranks of each.
-            plan_id: The plan that uses them; None where they are made ahead.
+            sets: Ranks of each set.
+            plan_id: The plan that uses them; None if they are made in advance.
         """
         wanted = [tuple(sorted(ranks)) for ranks in sets]
         for ranks in wanted:
@@ -96,7 +96,7 @@ class SetLedger:
         return [*self._drop(gone), *(MakeSet(list(ranks)) for ranks in wanted)]
 
     def tidy(self, now_s: float) -> list[Message]:
-        """The messages that remove sets which have been idle for too long."""
+        """Return the messages that remove sets which have been idle for too long."""
         gone = []
         for ranks in self._unneeded():
             known = self._known[ranks]
@@ -112,7 +112,7 @@ class SetLedger:
         return [DropSet(list(ranks)) for ranks in gone]
 
     def _unneeded(self) -> list[Ranks]:
-        """Sets on which no rank can have a collective queued, now or under a pending plan."""
+        """Return the sets on which no rank can have a collective queued, now or under a pending plan."""
         reached = {optimizer_id: min(plans) for optimizer_id, plans in self._acts_on.items()} if self._known else {}
         for known in self._known.values():
             known.plans = {(number, plan_id) for number, plan_id in known.plans if reached.get(number, -1) <= plan_id}

@@ -1,4 +1,4 @@
-"""A published plan until it is active or abandoned: prepared ranks, addresses of servers, next messages. Pure."""
+"""A published plan until it is active or abandoned: prepared ranks, servers' addresses, the next messages. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Switch:
     Attributes:
         optimizer_id: Number of the optimizer.
         plan: The plan, complete.
-        active: The active plan when it was published.
+        active: The plan that was active when this one was published.
         deadline_s: Time at which it is abandoned.
         ready: Ranks that have prepared it.
         committed: Whether `Commit`, which drains the old mode, was sent.
@@ -34,12 +34,12 @@ class Switch:
 
     @property
     def irrevocable(self) -> bool:
-        """Whether servers drain for it, after which the old plan cannot go on."""
+        """Whether servers are draining for it, after which the old plan cannot continue."""
         same = self.plan.family == self.active.family == "ps"
         return self.committed and self.active.family in ("ps", "grouped") and not same
 
     def server_up(self, index: int, address: list[str]) -> list[Message]:
-        """A server runs; once all do, their addresses are sent."""
+        """Note that a server is running; once all are, their addresses are sent."""
         wanted = len(self.plan.servers)
         if not 0 <= index < wanted:
             return []  # Not a server of this plan.
@@ -50,7 +50,7 @@ class Switch:
         return [Servers(self.optimizer_id, self.plan.plan_id, flat)]
 
     def rank_ready(self, rank: int) -> list[Message]:
-        """A rank has prepared the plan; once all have, the old mode is drained."""
+        """Note that a rank has prepared the plan; once all have, the old mode is drained."""
         self.ready.add(rank)
         if len(self.ready) < self.plan.world_size or self.committed:
             return []

@@ -97,17 +97,17 @@ _STEP_OF: dict[type[Message], str] = {
     **dict.fromkeys((Late, Join, StepNote), "version"),
     OptimizerDropped: "step",
 }
-_ADDRESS_PARTS, _MAX_ADDRESS = 3, 1024  # A server's host, port and public key; characters in all.
-_NO_STEP = -1  # Step of an optimizer that is dropped while servers make its updates.
+_ADDRESS_PARTS, _MAX_ADDRESS = 3, 1024  # A server's host, port and public key; total characters.
+_NO_STEP = -1  # Step in the message of an optimizer that is dropped while servers make its updates.
 
 
 def check(message: Message, world_size: int, step_of: Callable[[int], int]) -> None:
-    """Check a message of a rank. Called for every message, so checks are looked up by its class.
+    """Check a message of a rank. Called for every message, so checks are looked up by class.
 
     Args:
-        message: From a rank.
-        world_size: Ranks of the job.
-        step_of: The current step of an optimizer by its number, 0 where there is none.
+        message: Message from a rank.
+        world_size: Number of ranks.
+        step_of: Returns the current step of an optimizer by its number, 0 if there is none.
 
     Raises:
         ChannelError: A field has an impossible value, or only the coordinator sends this kind.
@@ -165,7 +165,7 @@ def _machine(message: MachineNote, _: int) -> None:
 
 
 def _address(message: ServerUp | ServerRestarted, world_size: int) -> None:
-    # A plan has at most a server per rank.
+    # A plan has at most one server per rank.
     if not 0 <= message.index < world_size:
         raise ChannelError(f"server index of {message.kind} is {message.index}; expected 0..{world_size - 1}")
     if len(message.address) != _ADDRESS_PARTS or sum(map(len, message.address)) > _MAX_ADDRESS:

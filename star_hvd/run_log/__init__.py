@@ -1,7 +1,7 @@
 """The run log: a job's measurements, decisions and results, on disk at once and in MLflow a little later.
 
-Training processes use `RunLog` only, which needs no MLflow. This package must stay importable without torch and
-Horovod, which the process that sends to MLflow does not import (see `dispatch`).
+Training processes use only `RunLog`, which needs no MLflow. This package must be importable without torch and Horovod,
+which the process that sends to MLflow does not import (see `dispatch`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Conversion of a run's events to MLflow's entries. Pure: no MLflow, no clock, no disk.
 
-Equal events give equal entries with equal times, so that sending them twice changes nothing: MLflow's stores keep one
-row per (key, time, step, value).
+Equal events give equal entries with equal times, so sending them twice changes nothing: MLflow's stores keep one row
+per (key, time, step, value).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["MetricRow", "RunState", "Segment", "flat", "metric_name", "point_met
 MetricRow = tuple[str, float, int, int]
 """Key, value, time in ms since 1970, step."""
 
-_MANY_RANKS = 32  # With more, MLflow gets only the spread over the ranks; the event files have every rank.
+_MANY_RANKS = 32  # With more ranks, MLflow gets only the spread over them; the event files have every rank.
 _PARAM_CHARS = 500  # Limit of the oldest servers; that of newer ones is 6,000.
 
 
@@ -30,13 +30,13 @@ class Segment:
 
     Attributes:
         index: Position in the run, from 0.
-        plan: The plan event that began it.
+        plan: The plan event that started it.
         first_s, last_s: Times of its first and its last event, seconds since the start of the log.
-        first_step, last_step: Steps, likewise.
+        first_step, last_step: Steps of its first and its last event.
         losses: Recorded losses.
-        compute_s: Median compute time over ranks of every window.
-        slow: Windows in which some rank was slow.
-        windows: Windows in all.
+        compute_s: Median compute time over the ranks, per window.
+        slow: Number of windows in which some rank was slow.
+        windows: Number of windows.
         outcome: The outcome event of the switch to it, empty before there is one.
     """
 
@@ -54,9 +54,9 @@ class Segment:
     outcome: dict[str, Any] = field(default_factory=dict)
 
     def summary(self) -> dict[str, float]:
-        """Figures of the segment: `duration_s`, `steps`, `step_s`, `compute_s`, `loss_first`, ..., `slow_share`.
+        """Return the segment's figures: `duration_s`, `steps`, `step_s`, `compute_s`, `loss_first`, ..., `slow_share`.
 
-        `predicted_speed` and `measured_speed` are relative to the plan before, where they were compared.
+        `predicted_speed` and `measured_speed` are relative to the previous plan, if they were compared.
         """
         steps, duration_s = self.last_step - self.first_step, self.last_s - self.first_s
         found = {
@@ -81,7 +81,7 @@ class RunState:
         facts: Job facts, merged.
         segments: Segments so far; the last one is open.
         status: Status in the end event, None before it.
-        reached: `time_to_target_s` and `steps_to_target` once `facts["target"]`, `accuracy>=0.95` for example, was
+        reached: `time_to_target_s` and `steps_to_target` once `facts["target"]`, `accuracy>=0.95` for example, has been
             reached.
     """
 
@@ -125,7 +125,7 @@ class RunState:
                 segment.outcome = dict(event)
 
     def totals(self) -> dict[str, float]:
-        """Figures of the whole run."""
+        """Return the figures of the whole run."""
         found = {"duration_s": self.last_s, "steps": float(self.last_step), "segments": float(len(self.segments))}
         return {**found, "log_entries_dropped": float(self.dropped), **self.reached}
 
@@ -159,7 +159,7 @@ class RunState:
 
 
 def window_metrics(event: Mapping[str, Any], began_unix_s: float) -> Iterator[MetricRow]:
-    """A window as metrics: the job's numbers, and every reading's spread over the ranks and values per rank."""
+    """Yield a window as metrics: the job's numbers, and every reading's spread over the ranks and values per rank."""
     at_ms, step = _at_ms(event, began_unix_s), int(_number(event.get("step"), 0.0))
     for name, value in event.items():
         number = _number(value, math.nan)
@@ -179,7 +179,7 @@ def window_metrics(event: Mapping[str, Any], began_unix_s: float) -> Iterator[Me
 
 
 def point_metric(event: Mapping[str, Any], began_unix_s: float) -> Iterator[MetricRow]:
-    """A point of a curve as a metric; nothing where its value is not finite."""
+    """Yield a point of a curve as a metric; nothing if its value is not finite."""
     value = _number(event.get("value"), math.nan)
     if math.isfinite(value):
         step = int(_number(event.get("step"), 0.0))
@@ -187,12 +187,12 @@ def point_metric(event: Mapping[str, Any], began_unix_s: float) -> Iterator[Metr
 
 
 def metric_name(name: str) -> str:
-    """`name` with the characters that MLflow does not accept replaced, 250 characters at most."""
+    """Return `name` with characters that MLflow does not accept replaced, at most 250 characters."""
     return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII).strip("/. ")[:250] or "_"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Nested facts as MLflow's parameters: `hardware.cpus` -> `16`; lists are joined, long texts truncated."""
+    """Return nested facts as MLflow's parameters: `hardware.cpus` -> `16`; lists are joined, long texts truncated."""
     found: dict[str, str] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"

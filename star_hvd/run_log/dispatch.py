@@ -1,8 +1,8 @@
 """Rank 0's side of the process (`shipper`) that sends the runs of all optimizers of a job to MLflow.
 
-A thread here starts that process some seconds after the first run began, sends it the folder of every run over a
-socket, and restarts it if it ended before its work was done. The shipper exits a while after its last run is complete,
-or after this process ended in any way and everything on disk has been sent.
+A thread here starts that process some seconds after the start of the first run, sends it the folder of every run over a
+socket, and restarts it if it ends before its work is done. The shipper exits a while after its last run is complete, or
+once this process has ended in any way and everything on disk has been sent.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ __all__ = ["Dispatch", "close", "send"]
 
 logger = logging.getLogger("star_hvd")
 
-_AFTER_S = 3.0  # MLflow's import should not slow a job's first steps down, nor run for a job that fails at once.
+_AFTER_S = 3.0  # MLflow's import should not slow down a job's first steps, nor run for a job that fails at once.
 _CHECK_INTERVAL_S = 1.0
 _HEALTHY_S = 30.0  # A process that lived for this long resets the count of failures.
-_FIRST_PAUSE_S = 2.0  # Before a restart; twice as long each time.
+_FIRST_PAUSE_S = 2.0  # Before a restart; doubled each time.
 _MOST_FAILURES = 5
 _CLOSE_S = 2.0  # Takes milliseconds, unless the machine is very busy.
 
 # `python -m star_hvd.run_log.shipper` would import torch and Horovod with the package: 2 s and 300 MB. The shipper
-# needs neither, so it gets the package without its `__init__`. It is no child of the rank, because where a rank fails
-# horovodrun ends the children of all ranks.
-# First of all it gives way to the job, whose first steps or last second it runs beside. Where Linux groups processes by
-# session, `nice` counts within a session only, and the session's own priority is set through /proc.
+# needs neither, so it gets the package without its `__init__`. It is not a child of the rank, because horovodrun ends
+# the children of all ranks when a rank fails.
+# It first lowers its priority, since it runs beside the job's first steps or last second. If Linux groups processes by
+# session, `nice` counts only within a session, and the session's own priority is set through /proc.
 _START = (
     "import os, sys, types\n"
     "for lower in (lambda: os.nice(19),\n"
@@ -62,14 +62,14 @@ class Dispatch:
 
     Attributes:
         starts: Number of times it was started.
-        failures: Consecutive times it ended too early.
+        failures: Number of consecutive times it ended too early.
     """
 
     def __init__(self) -> None:
         self.starts = 0
         self.failures = 0
         self._changed = ordered_condition("Dispatch._changed")
-        self._runs: dict[Path, str] = {}  # Runs not known to be complete, with their line for the shipper.
+        self._runs: dict[Path, str] = {}  # Runs not known to be complete, each with its line for the shipper.
         self._new: list[str] = []
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -81,11 +81,11 @@ class Dispatch:
 
     @property
     def incomplete(self) -> int:
-        """Runs that are not known to be sent in whole."""
+        """Number of runs not known to be sent completely."""
         return len(self._runs)
 
     def send(self, directory: Path) -> None:
-        """Have a run sent that has begun; does not block."""
+        """Have a run sent that has started; does not block."""
         about = {"directory": str(directory), "uri": layout.tracking_uri(directory.parent.parent)}
         text = json.dumps({**about, "experiment": layout.experiment_name()})
         with self._changed:
@@ -100,7 +100,7 @@ class Dispatch:
             self._changed.notify()
 
     def close(self, deadline_s: float = _CLOSE_S) -> None:
-        """This process ends: start the shipper if that was not done yet, and detach from it."""
+        """Start the shipper if that was not done yet, and detach from it; called at the end of this process."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -108,7 +108,7 @@ class Dispatch:
             self._thread.join(deadline_s)
 
     def forget(self) -> None:
-        """In a forked child: close the socket, which would otherwise keep the shipper alive after the job."""
+        """Close the socket in a forked child, where it would keep the shipper alive after the job."""
         self._disconnect()
 
     # ---- own thread -------------------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Dispatch:
                 return
 
     def _check(self, closing: bool) -> bool:
-        """Start the shipper if due and send it new runs; False if nothing can be done any more."""
+        """Start the shipper if due and send it new runs; return False if it has failed too often."""
         if self._line is not None and _is_gone(self._line):
             self._note_end()
         now_s = time.monotonic()
@@ -165,13 +165,13 @@ class Dispatch:
             texts, self._new = self._new, []
         self._unsent += "".join(f"{text}\n" for text in texts).encode()
         if self._first is not None and self._first.poll() is not None:
-            self._first = None  # It has exited after forking the shipper.
-        with contextlib.suppress(BlockingIOError, ConnectionError):  # The buffer is full; or it ended: see `_check`.
-            while self._unsent:  # MSG_NOSIGNAL: the program may have set SIGPIPE to its default, which would end it.
+            self._first = None  # It exited after forking the shipper.
+        with contextlib.suppress(BlockingIOError, ConnectionError):  # The buffer is full, or it ended: see `_check`.
+            while self._unsent:  # MSG_NOSIGNAL: with SIGPIPE at its default action, the signal would end the program.
                 self._unsent = self._unsent[line.send(self._unsent, socket.MSG_NOSIGNAL) :]
 
     def _note_end(self) -> None:
-        """The shipper has ended: after its work, or by a failure."""
+        """Handle the shipper's end, after its work or by a failure."""
         self._disconnect()
         with self._changed:
             names = list(self._runs)
@@ -202,12 +202,12 @@ def start_sender(label: Path, line: socket.socket) -> subprocess.Popen[bytes]:
         line: Its standard input, from which it reads the folders of runs.
     """
     package = Path(__file__).resolve().parents[1]
-    # Without the job's variables it cannot be taken for a rank, nor use the job's GPU.
+    # Without the job's variables it cannot be mistaken for a rank, nor use the job's GPU.
     skipped = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(skipped)}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MALLOC_ARENA_MAX": "1"}
     command = [sys.executable, "-c", _START, str(package), str(package.parent), str(os.getpid()), str(label)]
-    # Its own session, because a signal for the job's group must not end it; no output, which horovodrun would wait for.
+    # Its own session, since a signal to the job's group must not end it; no output, which horovodrun would wait for.
     with open(os.devnull, "wb") as null:
         return subprocess.Popen(
             command, stdin=line.fileno(), stdout=null, stderr=null, env=environment, start_new_session=True
@@ -225,26 +225,26 @@ _dispatch = Dispatch()
 
 
 def send(directory: Path) -> None:
-    """Have a run of this process sent, see `Dispatch.send`."""
+    """Have a run of this process sent; see `Dispatch.send`."""
     _dispatch.send(directory)
 
 
 def starts() -> int:
-    """How often this process started its sender."""
+    """Return how often this process started its sender."""
     return _dispatch.starts
 
 
 def close() -> None:
-    """Detach at the end of this process, see `Dispatch.close`."""
+    """Detach at the end of this process; see `Dispatch.close`."""
     _dispatch.close()
 
 
 def _after_fork() -> None:
     global _dispatch
     _dispatch.forget()
-    _dispatch = Dispatch()  # A new one, as locks held at the fork stay held in the child.
+    _dispatch = Dispatch()  # A new one, because locks held at the fork stay held in the child.
 
 
 os.register_at_fork(after_in_child=_after_fork)
-# Registered at import, so that it runs after the handler that closes the logs, which is registered when a job begins.
+# Registered at import, so that it runs after the handler that closes the logs, which is registered at a job's start.
 atexit.register(close)

@@ -1,4 +1,4 @@
-"""Parameters and environment of a job, as far as one process knows them."""
+"""Parameters and environment of a job, as known to one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PACKAGES = ("torch", "horovod", "star-hvd", "numpy", "mlflow")
 
 
 def environment(hosts: Sequence[str] = ()) -> dict[str, Any]:
-    """Hosts, hardware, versions, the program and its commit. Call it off the training thread: git takes 10 ms.
+    """Return hosts, hardware, versions, the program and its commit. Call it off the training thread: git takes 10 ms.
 
     Args:
         hosts: Address or name of every rank's host, in order of rank.
@@ -40,7 +40,7 @@ def environment(hosts: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def optimizer_facts(optimizer: Any, bucket_bytes: Iterable[int] = ()) -> dict[str, Any]:
-    """Class, hyperparameters and size of a `torch.optim` optimizer.
+    """Return class, hyperparameters and size of a `torch.optim` optimizer.
 
     Args:
         optimizer: Anything with `param_groups`.
@@ -70,7 +70,7 @@ def _commit_here() -> str:
 
 @functools.lru_cache(maxsize=1)
 def _git_commit(folder: str) -> str:
-    """Commit of a folder, empty where it is in no repository. Cached for all optimizers of a job."""
+    """Return the commit of a folder, empty if it is in no repository. Cached for all optimizers of a job."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5.0)
         if done.returncode == 0:
@@ -87,7 +87,7 @@ def _hardware() -> dict[str, Any]:
         "memory_bytes": int(psutil.virtual_memory().total),
         "kernel": platform.release(),
     }
-    torch = sys.modules.get("torch")  # Not imported here, as a process may do without it.
+    torch = sys.modules.get("torch")  # Not imported here, because a process may not need it.
     if torch is not None:
         with contextlib.suppress(Exception):
             if torch.cuda.is_initialized():  # Reading the name would initialize CUDA in a CPU job.

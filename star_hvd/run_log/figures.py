@@ -1,4 +1,4 @@
-"""The figures of a run's page as SVG texts, all with the same time axis."""
+"""The figures of a run's page as SVG, all with the same time axis."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["curves_svg", "modes_svg", "ranks_svg"]
 
 
 _WIDTH_IN, _LEFT_IN, _RIGHT_IN = 9.0, 0.8, 1.5
-"""The same margins in all figures, so that their time axes align; the right one has the legends."""
+"""The same margins in all figures, so that their time axes align; legends are in the right margin."""
 
 _MODE_COLORS = {
     "sync": "#4c72b0",
@@ -26,18 +26,18 @@ _MODE_COLORS = {
 }
 _CAUSE_COLORS = {"compute": "#111111", "input": "#e6a100", "starved": "#7a3fb5", "link": "#1b8a3a"}
 _OTHER_COLOR = "#888888"
-_MOST_SLOWDOWN = 4.0  # The end of the colour scale.
+_MOST_SLOWDOWN = 4.0  # End of the colour scale.
 _LABEL_IN = 0.075  # Width of a character in a segment's label.
 
 
 def modes_svg(story: RunStory) -> str:
-    """Modes over time, and below them the steps per second between windows."""
+    """Draw modes over time, and below them the steps per second between windows."""
 
     def draw(figure: Any) -> None:
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(1, 3))
         seen = {}
         for segment in story.state.segments:
-            begin_s = segment.first_s if segment.index else 0.0  # The first is logged a moment after it began.
+            begin_s = segment.first_s if segment.index else 0.0  # The first is logged a moment after its start.
             width_s = max(segment.last_s - begin_s, 1e-3)
             mode = str(segment.plan.get("mode"))
             seen[mode] = _MODE_COLORS.get(mode, _OTHER_COLOR)
@@ -57,7 +57,7 @@ def modes_svg(story: RunStory) -> str:
 
 
 def ranks_svg(story: RunStory) -> str:
-    """Each rank's compute time over the median rank's, and below it when it was a straggler, coloured by cause."""
+    """Draw each rank's compute time over the median rank's, and when it was a straggler, coloured by cause."""
 
     def draw(figure: Any) -> None:
         axes = figure.subplots()
@@ -81,7 +81,7 @@ def ranks_svg(story: RunStory) -> str:
 
 
 def curves_svg(story: RunStory) -> str:
-    """The curves, one below the other; with a target its bound and the time at which it was reached."""
+    """Draw the curves, one below the other, with the target's bound and the time at which it was reached."""
     names = sorted(story.curves, key=lambda name: (name != "loss", name))[:6]
     target = Target.parse(story.state.facts.get("target", ""))
 
@@ -109,7 +109,7 @@ def _target(axes: Any, story: RunStory, target: Target) -> None:
 
 
 def _heat(figure: Any, axes: Any, story: RunStory) -> None:
-    """The ranks' compute times over the median's, on a logarithmic scale, on which 2x and 1/2 are symmetric."""
+    """Draw the ranks' compute times over the median's, on a logarithmic scale, so that 2x and 1/2 are symmetric."""
     from matplotlib.colors import LogNorm
 
     rows = [story.pace.get(rank, [math.nan] * BINS) for rank in range(story.world_size)]
@@ -130,7 +130,7 @@ def _heat(figure: Any, axes: Any, story: RunStory) -> None:
 
 
 def _legend(axes: Any, colors: dict[str, str]) -> None:
-    """A legend to the right of the figure."""
+    """Draw a legend to the right of the figure."""
     for name, color in colors.items():
         axes.plot([], [], lw=6, color=color, label=name)
     if colors:
@@ -138,7 +138,7 @@ def _legend(axes: Any, colors: dict[str, str]) -> None:
 
 
 def _time_axis(axes: Any, story: RunStory, also: str = "", *, labelled: bool = True) -> None:
-    """The time axis of the whole run, with a line at each change of mode."""
+    """Draw the time axis of the whole run, with a line at each change of mode."""
     for segment in story.state.segments[1:]:
         axes.axvline(segment.first_s, color="#555555", lw=0.7, ls=(0, (4, 3)))
     axes.set_xlim(0.0, story.end_s)
@@ -157,7 +157,7 @@ def _rates(story: RunStory) -> tuple[list[float], list[float]]:
 
 
 def svg_of(draw: Callable[[Any], None], height_in: float) -> str:
-    """Draw without pyplot, which has global state and may need a display."""
+    """Return a figure as SVG, drawn without pyplot, which has global state and may need a display."""
     try:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure

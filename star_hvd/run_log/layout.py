@@ -1,12 +1,12 @@
 """Locations and names of a run's files, and the settings for them. Imports nothing heavy.
 
     training_logs/                  `STAR_LOG_DIR`
-        mlflow.db, artifacts/       MLflow's own, where no MLFLOW_TRACKING_URI says otherwise
+        mlflow.db, artifacts/       MLflow's own, unless MLFLOW_TRACKING_URI is set
         runs/<run>/                 one folder per job, the same name on all hosts
             run.json                name, schema, start, world size; written once by every host's first rank
             events.jsonl            rank 0: facts, windows, plans, metrics, the end
             rank<r>.jsonl           rank r: its step reports and resource readings
-            sent.json               what MLflow has already
+            sent.json               what MLflow already has
             shipper.log, report.html
 """
 
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 SCHEMA = 1
-"""Version of the files and of the runs in MLflow, tag `star.schema`. A reader refuses unknown versions."""
+"""Version of the files and of the runs in MLflow (tag `star.schema`). Readers refuse unknown versions."""
 
 EVENTS, RUN, SENT = "events.jsonl", "run.json", "sent.json"
 _MOST_UNIX_S = 1e11
@@ -71,15 +71,15 @@ def tracking_uri(root: Path) -> str:
 
 
 def new_run_name() -> str:
-    """A name for a job: its start in UTC and six random hexadecimal digits. Made on rank 0, sent to the others."""
+    """Return a name for a job: its start in UTC and six random hexadecimal digits. Rank 0 sends it to the others."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
 
 
 def run_directory(name: str, root: Path | None = None) -> Path:
-    """The folder of a run.
+    """Return the folder of a run.
 
     Raises:
-        ValueError: The name is no file name; it may come from another rank.
+        ValueError: The name, which may come from another rank, is not a valid file name.
     """
     if not name or not name.isascii() or not name.replace("-", "").replace("_", "").isalnum():
         raise ValueError(f"run name is {name!r}; expected letters, digits, - and _")
@@ -87,12 +87,12 @@ def run_directory(name: str, root: Path | None = None) -> Path:
 
 
 def run_directories(root: Path) -> list[Path]:
-    """The folders of all runs under `root`, oldest first."""
+    """Return the folders of all runs under `root`, oldest first."""
     return sorted(path.parent for path in (root / "runs").glob(f"*/{RUN}"))
 
 
 def clean(value: Any) -> Any:
-    """`value` as JSON types: NaN and infinity become null, unknown objects their text."""
+    """Return `value` as JSON types: NaN and infinity become null, unknown objects their text."""
     if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
         return value
     if isinstance(value, float):
@@ -107,7 +107,7 @@ def clean(value: Any) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The mapping in a file; empty where the file is missing or damaged."""
+    """Return the mapping in a file; empty if the file is missing or damaged."""
     try:
         return read_mapping(path.read_bytes()) or {}
     except OSError:
@@ -115,10 +115,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_about(directory: Path) -> dict[str, Any]:
-    """The contents of `run.json` in a run's folder.
+    """Return the contents of `run.json` in a run's folder.
 
     Raises:
-        ValueError: The folder holds no run, or one of a newer version.
+        ValueError: The folder contains no run, a damaged one, or one of another version.
     """
     about = read_json(directory / RUN)
     if about.get("schema") != SCHEMA:
@@ -144,7 +144,7 @@ def write_json(path: Path, values: dict[str, Any], *, replace: bool = True) -> N
         replace: Whether an existing file is replaced rather than kept.
 
     Raises:
-        OSError: The disk is full, for example; an old file is unchanged.
+        OSError: The disk is full, for example; an existing file is unchanged.
     """
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
@@ -176,10 +176,10 @@ class RunLock:
         self._fd: int | None = None
 
     def take(self, *, alone: bool = False) -> bool:
-        """Take the lock without blocking; with `alone` exclusively.
+        """Take the lock without blocking; with `alone`, exclusively.
 
         Returns:
-            False where another process holds it, or the file system has no locks.
+            False if another process holds it or the file system has no locks.
         """
         try:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

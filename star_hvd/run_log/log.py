@@ -1,8 +1,8 @@
 """The run log in a training process: a queue, and a thread that writes it to files; `dispatch` has them sent.
 
 It must not slow training down. A call appends to a bounded queue and returns; the thread writes twice per second;
-MLflow, whose import alone holds the interpreter lock for 1.6 s, is in a separate process of the lowest priority. Any
-failure, a full disk or a server that hangs for example, costs log entries only, which are counted.
+MLflow, whose import alone holds the interpreter lock for 1.6 s, runs in a separate process of the lowest priority. Any
+failure, such as a full disk or a hanging server, loses only log entries, which are counted.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ __all__ = ["RunLog"]
 
 logger = logging.getLogger("star_hvd")
 
-_QUEUE = 4096  # Events kept while writing fails: minutes of steps.
+_QUEUE = 4096  # Events kept while writing fails: several minutes of steps.
 _WRITE_INTERVAL_S = 0.5
 _WINDOW_INTERVAL_S = 1.0
-_YIELD_AFTER = 16  # Events, of 10 to 20 us each, after which the thread releases the interpreter lock.
-_MAX_BYTES = 256 << 20  # Of one file, whose entries are thinned out after 0.4 million steps.
+_YIELD_AFTER = 16  # Events (10 to 20 us each) after which the thread releases the interpreter lock.
+_MAX_BYTES = 256 << 20  # Limit of one file; its entries are thinned out after 0.4 million steps.
 _END_BYTES = 1 << 20  # Reserved for the end event of a full file.
 
 _Event = Callable[[], dict[str, Any]]
@@ -43,20 +43,20 @@ _Event = Callable[[], dict[str, Any]]
 class RunLog:
     """One rank's part of a job's log. All methods but `close` return within microseconds and never raise.
 
-    They may be called from any thread. Where a rank is late, frozen or dead, only its own entries are missing.
+    They may be called from any thread. If a rank is late, frozen or dead, only its own entries are missing.
 
     As a file fills up, fewer and fewer steps and windows are kept, so that plans, curves and the end of a long job fit.
 
     Args:
-        directory: The run's folder (`layout.run_directory`), of the same name on all ranks.
-        rank: This rank. Every rank writes its own file; rank 0 also writes the job's and has the run sent.
+        directory: The run's folder (`layout.run_directory`), with the same name on all ranks.
+        rank: This rank. Every rank writes its own file; rank 0 also writes the job's file and has the run sent.
         world_size: Number of ranks.
         job: Parameters and environment of the job, nested mappings of plain values; rank 0's are used. See
             `facts.environment`.
         enabled: False makes every method do nothing.
         ship: Whether rank 0 has the run sent to MLflow (`dispatch`), rather than `star-hvd sync-logs` later.
         background: Whether a thread writes; otherwise only `flush` and `close` do.
-        clock: Seconds, by which events are dated and windows thinned.
+        clock: Returns seconds; used to date events and to limit windows to one per second.
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class RunLog:
         self._put(False, "resources", lambda: {"kind": "resources", "time_s": round(now_s, 6), **_fields(readings)})
 
     def timeline(self, record: Mapping[str, Any]) -> None:
-        """Log when the buckets of one of this rank's steps travelled, to the rank's file."""
+        """Log when the buckets of one of this rank's steps were transferred, to the rank's file."""
         now_s = self._now_s()
         self._put(False, "timeline", lambda: {"kind": "timeline", "time_s": round(now_s, 6), **record})
 
     def facts(self, values: Mapping[str, Any]) -> None:
-        """Log parameters known only now, an optimizer's for example. Ignored on ranks other than 0."""
+        """Log parameters that have become known, an optimizer's for example. Ignored on ranks other than 0."""
         self._job_event("facts", {"values": dict(values)})
 
     def window(self, values: Mapping[str, Any]) -> None:
@@ -151,19 +151,19 @@ class RunLog:
             name: Name of the curve; characters that MLflow does not accept become `_`.
             value: Its value.
             step: Global step it belongs to.
-            time_s: Seconds since this log was made; by default now.
+            time_s: Seconds since this log was created; by default now.
         """
         values = {"name": str(name), "value": float(value), "step": int(step)}
         self._job_event("metric", values, time_s)
 
     def since_s(self, monotonic_s: float) -> float:
-        """Convert a time of `time.monotonic()` to seconds since this log was made."""
+        """Convert a time of `time.monotonic()` to seconds since this log was created."""
         return monotonic_s - self._began_s
 
     def close(self, status: str = "FINISHED", deadline_s: float = 2.0) -> None:
         """End the log and write what is queued.
 
-        The shipper goes on independently; what it cannot send stays on disk for `star-hvd sync-logs`.
+        The shipper continues independently; what it cannot send stays on disk for `star-hvd sync-logs`.
 
         Args:
             status: `FINISHED`, `FAILED` or `KILLED`, as in MLflow.
@@ -231,7 +231,7 @@ class RunLog:
     def flush(self) -> None:
         """Write what is queued; lines that cannot be written are kept for the next time, at most `_QUEUE` of them.
 
-        Called by the log's own thread, or where there is none by the caller's, one at a time.
+        Called by the log's own thread or, without one, by the caller's; never by two threads at once.
         """
         taken: list[tuple[int, bool, str, _Event]] = []
         with contextlib.suppress(IndexError):
@@ -258,7 +258,7 @@ class RunLog:
             self._held_bytes[of_job] = 0
 
     def _hold(self, of_job: bool, kind: str, event: _Event) -> None:
-        """Keep an event's line for the next write, unless its file is too full for its kind."""
+        """Keep an event's line for the next write, unless its file is too full for events of its kind."""
         if self._files[of_job].keeps(kind, self._held_bytes[of_job]):
             line = _line(event)
             self._held[of_job].append(line)
@@ -286,7 +286,7 @@ def _line(event: _Event) -> str:
 
 
 def _fields(record: Any) -> dict[str, Any]:
-    """The fields of a flat dataclass, with or without slots; NaN becomes null."""
+    """Return the fields of a flat dataclass, with or without slots; NaN becomes None."""
     return _finite({name: getattr(record, name) for name in record.__dataclass_fields__})
 
 

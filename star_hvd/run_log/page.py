@@ -21,14 +21,14 @@ td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.q{
 
 
 def sentence(plan: Mapping[str, Any]) -> str:
-    """A plan event as one sentence."""
+    """Describe a plan event in one sentence."""
     text = f"step {plan.get('step')} ({plan.get('time_s') or 0.0:.1f} s): {plan.get('label')}"
     reason = str(plan.get("reason") or "")
     return text + (f", because {reason}" if reason else "")
 
 
 def _predictions(plan: Mapping[str, Any]) -> str:
-    """A collapsed table of the predictions behind a decision; empty where there were none."""
+    """Return a collapsed table of the predictions behind a decision; empty if there were none."""
     rows = [
         (
             name,
@@ -45,7 +45,7 @@ def _predictions(plan: Mapping[str, Any]) -> str:
 
 
 def _outcome(event: Mapping[str, Any]) -> str:
-    """The outcome of a switch; empty where it is not known."""
+    """Describe the outcome of a switch; empty if unknown."""
     predicted, measured = event.get("predicted"), event.get("measured")
     if not (isinstance(predicted, (int, float)) and isinstance(measured, (int, float))):
         return ""
@@ -60,11 +60,11 @@ def _number(values: Mapping[str, Any], name: str) -> str:
 
 
 def write_page(directory: Path, out: Path) -> Path:
-    """Write the page of the run in `directory` to `out`; the path written.
+    """Write the page of the run in `directory` to `out`; return the path written.
 
     Raises:
-        ValueError: The folder holds no run.
-        ImportError: matplotlib is missing; the message says how to get it.
+        ValueError: The folder contains no run.
+        ImportError: matplotlib is missing; the message says how to install it.
     """
     story = read_story(directory)
     state = story.state
@@ -97,7 +97,7 @@ def write_page(directory: Path, out: Path) -> Path:
 
 
 def _steps(story: RunStory) -> list[str]:
-    """Timelines of single steps; nothing for a log without any."""
+    """Return the section with timelines of single steps; empty for a log without any."""
     samples = chosen_samples(story.samples)
     if not samples:
         return []
@@ -119,7 +119,7 @@ def _summary(story: RunStory) -> str:
 
 
 def _target(story: RunStory) -> str:
-    """Whether the target was reached; empty where there was none."""
+    """Describe whether the target was reached; empty if there was none."""
     text, reached = story.state.facts.get("target"), story.state.reached
     target = Target.parse(text)
     if not text:

@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page; returns the exit status, 2 where there is no such run."""
+    """Write the page; return the exit status, 2 if there is no such run."""
     from star_hvd.run_log.page import write_page
 
     root = (options.logs or layout.default_root()).resolve()

@@ -1,7 +1,7 @@
 """Sends one run to MLflow. It resumes where it stopped, and sending again is idempotent.
 
-The run and its segments are found by tag `star.run`, so a sender killed between making a run and noting its id does not
-make a second one. Entries have the times of their events, so a batch that is sent twice is stored once.
+The run and its segments are found by tag `star.run`, so a sender killed between creating a run and noting its id does
+not create a second one. Entries have the times of their events, so a batch that is sent twice is stored once.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ logger = logging.getLogger("star_hvd.run_log")
 
 _BATCH = 900  # MLflow accepts 1,000 metrics in one request.
 _SQLITE = "sqlite:///"
-_MOST_SEGMENTS = 200  # Segments that become runs of their own; the event file has all of them.
+_MOST_SEGMENTS = 200  # Maximum number of segments that become MLflow runs; the event file has all of them.
 
 
 def connect(uri: str) -> Any:
-    """An MLflow client. Imports MLflow, so not for processes that train."""
+    """Return an MLflow client. Imports MLflow, so do not use it in processes that train."""
     # MLflow's defaults, 120 s per request and 7 retries, are too long for a log.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
@@ -40,13 +40,13 @@ def connect(uri: str) -> Any:
 
 
 def make_database(path: Path, open_client: Callable[[str], Any]) -> None:
-    """Make MLflow's SQLite file atomically: one whose first migration was killed cannot be opened any more."""
+    """Create MLflow's SQLite file atomically: a file whose first migration was killed can no longer be opened."""
     if path.exists() or not path.parent.is_dir():
         return
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         open_client(f"{_SQLITE}{draft}").search_experiments(max_results=1)
-        with contextlib.suppress(OSError):  # It exists by now; or the file system has no links: MLflow makes it.
+        with contextlib.suppress(OSError):  # It exists by now, or the file system has no links and MLflow creates it.
             os.link(draft, path)
     finally:
         for left in path.parent.glob(f"{draft.name}*"):
@@ -60,11 +60,11 @@ class Sender:
     Args:
         directory: The run's folder.
         uri: MLflow's tracking URI.
-        experiment: The experiment the run belongs to; `layout.experiment_name()` where None.
+        experiment: The experiment the run belongs to; by default `layout.experiment_name()`.
         on_progress: Called whenever MLflow has accepted something.
 
     Raises:
-        ValueError: The folder holds no run, or one of a newer version.
+        ValueError: The folder contains no run, a damaged one, or one of another version.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class Sender:
         return bool(self._sent.get("complete"))
 
     def send(self) -> bool:
-        """Send new events; whether the end event has been read.
+        """Send new events; return whether the end event has been read.
 
         Raises:
-            Exception: Any error of MLflow's; a later call continues behind what was sent.
+            Exception: Any error of MLflow's; a later call continues after what was sent.
         """
         self._connect()
         if not self._about.get("home"):
@@ -110,7 +110,7 @@ class Sender:
         try:
             self._send_events()
         except BaseException:
-            self.state, self._offset = RunState(), 0  # An event may be half applied.
+            self.state, self._offset = RunState(), 0  # An event may be partly applied.
             raise
         return self.state.status is not None
 
@@ -178,7 +178,7 @@ class Sender:
         self._params = dict(client.get_run(self._sent["run_id"]).data.params)
 
     def _run(self, key: str, name: str, time_s: float, tags: dict[str, str]) -> str:
-        """Id of the run tagged with `key`, which is made where there is none."""
+        """Return the id of the run tagged with `key`; create one if there is none."""
         found = self._client.search_runs([self._experiment], f"tags.`star.run` = '{key}'", max_results=1)
         if found:
             return str(found[0].info.run_id)
@@ -240,7 +240,7 @@ class Sender:
             self._client.log_batch(run_id or self._sent["run_id"], metrics=metrics)
 
     def _send_files(self) -> None:
-        """Send the run's files as artifacts; a host other than rank 0's has the files of its ranks only."""
+        """Send the run's files as artifacts; a host other than rank 0's has only the files of its own ranks."""
         files = sorted(self.directory.glob("rank*.jsonl"))
         if self._about.get("home"):
             files += [self.directory / name for name in (layout.RUN, layout.EVENTS)]
@@ -264,7 +264,7 @@ class Sender:
 
 
 def _is_note(sent: dict[str, Any]) -> bool:
-    """Whether `sent.json` is of the form that `Sender` writes."""
+    """Whether `sent.json` has the form that `Sender` writes."""
     segments, offset, run_id = sent.get("segments", {}), sent.get("offset", 0), sent.get("run_id", "")
     return isinstance(segments, dict) and type(offset) is int and offset >= 0 and isinstance(run_id, str)
 

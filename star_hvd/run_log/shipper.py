@@ -1,9 +1,9 @@
 """The process beside rank 0 that sends the runs of all optimizers of a job to MLflow while the job runs.
 
-It reads runs from its standard input, one JSON mapping per line: `directory`, `uri`, `experiment`. Rank 0 has the other
-end, which closes when the job ends in any way. Then everything on disk is sent, and this process exits; it also exits
-after some time without anything to send. If MLflow accepts nothing for two minutes after the job's end, the rest stays
-in the runs' folders for `star-hvd sync-logs`.
+It reads runs from its standard input, one JSON mapping per line: `directory`, `uri`, `experiment`. Rank 0 holds the
+other end, which closes when the job ends in any way. Then everything on disk is sent, and this process exits; it also
+exits after some time with nothing to send. If MLflow accepts nothing for two minutes after the job's end, the rest
+stays in the runs' folders for `star-hvd sync-logs`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Shipping", "main"]
 logger = logging.getLogger("star_hvd.run_log")
 
 _POLL_S, _SOON_S = 2.0, 0.2
-_LINGER_S = 120.0  # Making MLflow's tables takes 5 s of CPU time, of which this process gets little on a busy machine.
+_LINGER_S = 120.0  # Creating MLflow's tables takes 5 s of CPU time, and this process gets little on a busy machine.
 _RANKS_S = 10.0
 _IDLE_S = 30.0
 _LARGEST_PAUSE_S = 60.0
@@ -50,7 +50,7 @@ class _Run:
         self._locked = False
 
     def send(self, *, over: bool) -> bool:
-        """Send new events, and after the run's end totals and files; whether MLflow has everything.
+        """Send new events and, after the run's end, totals and files; return whether MLflow has everything.
 
         Args:
             over: Whether the job has ended, even without an end event.
@@ -104,7 +104,7 @@ class Shipping:
         self._runs: deque[_Run] = deque()
 
     def run(self) -> None:
-        """Send until everything is sent; exits the process if MLflow accepts nothing for long after the job's end."""
+        """Send until everything is sent; exit the process if MLflow accepts nothing for two minutes after the job."""
         threading.Thread(target=self._listen, daemon=True).start()
         import_mlflow()
         self._note_progress()
@@ -119,7 +119,7 @@ class Shipping:
                 return
             pause_s = _POLL_S if fine else min(_LARGEST_PAUSE_S, 2.0 * pause_s)
             if fine and (over or any(one.ended_s is not None for one in self._runs)):
-                time.sleep(_SOON_S)  # Some rank still writes the end of its file.
+                time.sleep(_SOON_S)  # Some rank is still writing the end of its file.
             else:
                 self._wake.wait(_POLL_S if over else pause_s)
                 self._wake.clear()
@@ -171,7 +171,7 @@ class Shipping:
         self._wake.set()
 
     def _watch(self) -> None:
-        """Exit if a server hangs, two minutes after the job's end."""
+        """Exit if a server hangs for two minutes after the job's end."""
         while not self.over.wait(_POLL_S) and not self._done.is_set():
             # A process forked by some library in the job may hold the other end of the pipe open.
             if self._job is not None and not _is_alive(self._job):
@@ -189,10 +189,10 @@ class Shipping:
 
 
 def main(job: int) -> int:
-    """Send the runs named on standard input; returns the exit status.
+    """Send the runs named on standard input; return the exit status.
 
     Args:
-        job: Process id of rank 0, with whose end the input counts as ended.
+        job: Process id of rank 0; when that process ends, the input counts as ended.
     """
     shipping = Shipping(sys.stdin, job)
     try:

@@ -16,10 +16,10 @@ __all__ = ["SpoolWriter", "line_of", "read_events"]
 
 
 def line_of(event: dict[str, Any]) -> str:
-    """An event as one line of JSON, with its newline."""
+    """Return an event as one line of JSON, with its newline."""
     try:
         return f"{_encode(event)}\n"
-    except (TypeError, ValueError):  # NaN or numpy objects: rare, and five times as slow.
+    except (TypeError, ValueError):  # NaN or numpy objects: rare; this takes five times as long.
         return f"{_encode(clean(event))}\n"
 
 
@@ -33,16 +33,16 @@ _ROOM = {
     "window": (0.25, 0.75),
     "metric": (0.75, 0.97),
 }
-"""Parts of a file's limit between which entries of a kind are thinned out: one in ((last - first) / left)^2 is written,
-where `left` is the room up to the second limit, so that some are written however long the job is. Other kinds, mostly
-plans and the end, are few and have the rest of the file."""
+"""Fractions (first, last) of a file's limit between which entries of a kind are thinned out: one in
+((last - first) / left)^2 is written, where `left` is the room up to `last`, so that some are written however long the
+job is. Other kinds, mostly plans and the end, are few and get the rest of the file."""
 
 
 class SpoolWriter:
     """Appends complete lines, or nothing. Used by one thread.
 
     Args:
-        path: The file; made when the first line is written.
+        path: The file; created when the first line is written.
         max_bytes: Limit of the file's size; lines beyond it are counted in `dropped`.
     """
 
@@ -55,10 +55,10 @@ class SpoolWriter:
         self._seen: dict[str, int] = {}
 
     def keeps(self, kind: str, coming: int = 0) -> bool:
-        """Whether the next entry of a kind should be written, by how full the file is.
+        """Whether the next entry of a kind should be written, depending on how full the file is.
 
         Args:
-            kind: Its kind.
+            kind: Kind of the entry.
             coming: Bytes that will be appended before it.
         """
         if kind not in _ROOM:
@@ -75,12 +75,12 @@ class SpoolWriter:
         """Append one line per event.
 
         Raises:
-            OSError: The disk is full, for example; the file is as before.
+            OSError: The disk is full, for example; the file is unchanged.
         """
         self.append_lines([line_of(event) for event in events])
 
     def append_lines(self, lines: list[str]) -> None:
-        """As `append`, for lines of `line_of`."""
+        """Append lines made by `line_of`; see `append`."""
         data = "".join(lines).encode()
         if self._fd is None:
             self._open()
@@ -90,7 +90,7 @@ class SpoolWriter:
             return
         try:
             written = 0
-            while written < len(data):  # A disk that is nearly full accepts a part first.
+            while written < len(data):  # A disk that is nearly full accepts only a part at first.
                 written += os.write(self._fd, data[written:])
         except OSError:
             with contextlib.suppress(OSError):
@@ -112,8 +112,8 @@ class SpoolWriter:
 def read_events(path: Path, offset: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the events of a file from byte `offset` on, each with the offset of the next line.
 
-    An incomplete last line is not read: its writer may still write it, or was killed. A damaged line, or one that is no
-    event (`scheduler.run_events`), is skipped.
+    An incomplete last line is not read: its writer may still be writing it, or was killed. A damaged line, or one that
+    is not an event (`scheduler.run_events`), is skipped.
     """
     try:
         file = path.open("rb")

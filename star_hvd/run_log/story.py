@@ -14,8 +14,8 @@ from star_hvd.run_log.spool import read_events
 
 __all__ = ["BINS", "RunStory", "read_story"]
 
-BINS = 150  # Equal parts of a run, for each of which the page shows one colour per rank.
-_MOST_POINTS = 4000  # Of a curve; more are not visible in a browser.
+BINS = 150  # Equal parts of a run; the page shows one colour per part and rank.
+_MOST_POINTS = 4000  # Maximum per curve; more are not visible in a browser.
 
 
 class RunStory:
@@ -25,13 +25,13 @@ class RunStory:
         name: The run's name.
         world_size: Number of ranks.
         state: The state after all events.
-        windows: Window events, thinned evenly where there are thousands.
+        windows: Window events, thinned evenly if there are thousands.
         curves: Name to (time_s, step, value) points, thinned likewise.
-        steps: Per rank the number of step reports, their median compute and wait time in seconds, and the part that
+        steps: Per rank, the number of step reports, their median compute and wait time in seconds, and the part that
             was late.
-        pace: Per rank its compute time in each of `BINS` equal parts of the run, seconds, NaN where unknown.
+        pace: Per rank, its compute time in seconds in each of `BINS` equal parts of the run, NaN if unknown.
         samples: Rank and event of every sampled step's timeline, rank by rank.
-        recorded: Least and greatest value of every curve of `hvd.record_metric`.
+        recorded: Smallest and largest value of every curve of `hvd.record_metric`.
     """
 
     def __init__(self, name: str, world_size: int) -> None:
@@ -55,7 +55,7 @@ def read_story(directory: Path) -> RunStory:
     """Read a run's folder.
 
     Raises:
-        ValueError: The folder holds no run, or one of a newer version.
+        ValueError: The folder contains no run, a damaged one, or one of another version.
     """
     about = layout.read_about(directory)
     story = RunStory(about["name"], about["world_size"])
@@ -85,7 +85,7 @@ def read_story(directory: Path) -> RunStory:
 
 
 def _of_rank(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """A rank's reports, and the timelines of its sampled steps; none where its file is on another host."""
+    """Return a rank's reports and the timelines of its sampled steps; none if its file is on another host."""
     found: dict[str, list[dict[str, Any]]] = {"step": [], "timeline": []}
     for _, event in read_events(path) if path.exists() else ():
         if (same := found.get(str(event.get("kind")))) is not None:
@@ -94,7 +94,7 @@ def _of_rank(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def slow_points(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[float, float]]:
-    """Times and compute times of a rank in the windows: medians of the last reports, so with a lag."""
+    """Return times and compute times of a rank in the windows; they lag, being medians of the last reports."""
     found = []
     for window in windows:
         values = (window.get("ranks") or {}).get("compute_s") or []
@@ -104,13 +104,13 @@ def slow_points(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[f
 
 
 def binned(points: Iterable[tuple[float, float]], end_s: float) -> list[float]:
-    """Median compute time in each part of the run; in a part without a report that of the step in progress."""
+    """Return the median compute time in each part of the run; without a report, that of the step in progress."""
     bins: list[list[float]] = [[] for _ in range(BINS)]
     for time_s, compute_s in points:
         if time_s >= 0.0 and compute_s > 0.0:
             bins[min(BINS - 1, int(BINS * time_s / end_s))].append(compute_s)
     found = [statistics.median(values) if values else math.nan for values in bins]
-    # A report comes at the end of its step.
+    # A report is made at the end of its step.
     for index in range(BINS - 2, -1, -1):
         if math.isnan(found[index]):
             found[index] = found[index + 1]

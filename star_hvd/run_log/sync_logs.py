@@ -26,7 +26,7 @@ def add_places(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Send the runs; returns the exit status, 1 if any failed."""
+    """Send the runs; return the exit status, 1 if any failed."""
     root = (options.logs or layout.default_root()).resolve()
     chosen = [path.resolve() for path in options.runs] or layout.run_directories(root)
     if not chosen:
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def send_run(directory: Path, uri: str, again: bool) -> str:
-    """Send a run; `sent`, `failed` or `skipped`, which is printed with the reason."""
+    """Send a run; return `sent`, `failed` or `skipped`, and print it with the reason unless the run was complete."""
     from star_hvd.run_log.sender import Sender
 
     name = directory.name

@@ -11,16 +11,16 @@ __all__ = ["chosen_samples", "hidden_and_exposed", "steps_svg"]
 
 Span = tuple[float, float]
 
-_MOST_STEPS, _MOST_BUCKETS = 4, 24  # Drawn: of the run, and of a step.
+_MOST_STEPS, _MOST_BUCKETS = 4, 24  # Maximum steps drawn per run, and buckets per step.
 _COMPUTE, _WAIT, _HIDDEN, _HELD = "#4c72b0", "#c44e52", "#55a868", "#bbbbbb"
 _ROW_IN = 0.17
 
 
 def chosen_samples(samples: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tuple[int, Mapping[str, Any]]]:
-    """The samples to draw, with their ranks: of every mode that was sampled last the one of median exposure.
+    """Return the samples to draw, with their ranks: for each of the last sampled modes, the one of median exposure.
 
     Args:
-        samples: Rank and timeline event, in the order of the log, all of one rank one after the other.
+        samples: Rank and timeline event, in the order of the log, grouped by rank.
     """
     by_mode: dict[tuple[str, str], list[tuple[int, Mapping[str, Any]]]] = {}
     for rank, event in samples:
@@ -35,11 +35,11 @@ def chosen_samples(samples: Sequence[tuple[int, Mapping[str, Any]]]) -> list[tup
 
 
 def hidden_and_exposed(way: Span, waits: Sequence[Span]) -> tuple[list[Span], list[Span]]:
-    """The parts of a bucket's way in which the training thread computes, and those in which it waits.
+    """Return the parts of a bucket's transfer in which the training thread computes, and those in which it waits.
 
     Args:
-        way: Begin and end.
-        waits: Begin and end of the training thread's waits, in order of time.
+        way: Start and end of the transfer.
+        waits: Start and end of the training thread's waits, in order of time.
     """
     hidden, exposed, at = [], [], way[0]
     for begin, end in waits:
@@ -56,7 +56,7 @@ def hidden_and_exposed(way: Span, waits: Sequence[Span]) -> tuple[list[Span], li
 
 
 def steps_svg(samples: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
-    """One panel per sampled step; see `chosen_samples`."""
+    """Draw one panel per sampled step; see `chosen_samples`."""
     shown = [[row for row in event["buckets"] if row[0] >= 0 and _known(row)] for _, event in samples]
     shown = [sorted(sorted(rows, key=lambda row: -row[1])[:_MOST_BUCKETS], key=lambda row: row[3]) for rows in shown]
     heights = [3 + len(rows) for rows in shown]

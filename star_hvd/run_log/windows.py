@@ -21,18 +21,18 @@ def window_values(
     ranks: Mapping[str, Sequence[float]] | None = None,
     **numbers: float,
 ) -> dict[str, Any]:
-    """The argument of `RunLog.window`.
+    """Return the argument of `RunLog.window`.
 
     Args:
         window: Recent reports of all ranks.
         mode: Label of the active plan.
         stragglers: The window's stragglers.
         ranks: Further readings, one number per rank each: `wait_s`, `offset_s`, `cpu_share`, ...
-        **numbers: Of the whole job: `loss`, `effective_batch` (samples behind an update), `steps_per_s`, `folds`,
-            `closed_early` (counts since the start), `rank0_drops` (the same, of rank 0 alone).
+        **numbers: Numbers of the whole job: `loss`, `effective_batch` (samples behind an update), `steps_per_s`,
+            `folds`, `closed_early` (counts since the start), `rank0_drops` (such a count, of rank 0 alone).
 
     Raises:
-        ValueError: A reading has not one number per rank.
+        ValueError: A reading does not have one number per rank.
     """
     size = window.world_size
     per_rank: dict[str, list[float]] = {

@@ -1,4 +1,4 @@
-"""The plans that the user asked for, and which loaders do not go with them."""
+"""The plans that the user asked for, and checks that a loader is compatible with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["AskedPlans"]
 
 
 class AskedPlans:
-    """By optimizer; none where the policy chooses.
+    """The user's plans by optimizer; none for an optimizer in mode `auto`.
 
     Args:
         world_size: Number of ranks.
@@ -21,18 +21,18 @@ class AskedPlans:
         self._plans: dict[int, Plan] = {}
 
     def add(self, optimizer_id: int, plan: Plan) -> None:
-        """The user asked for `plan` for an optimizer."""
+        """Note the plan that the user asked for."""
         self._plans[optimizer_id] = plan
 
     def forget(self, optimizer_id: int) -> None:
-        """An optimizer has ended."""
+        """Forget an optimizer that has ended."""
         self._plans.pop(optimizer_id, None)
 
     def check_microbatches(self) -> None:
-        """Whether the mode that the user asked for is possible with micro-batches.
+        """Check that the modes the user asked for are possible with micro-batches.
 
         Raises:
-            ValueError: It is not.
+            ValueError: One is not.
         """
         for plan in self._plans.values():
             if plan.mode != "sync" or plan.uneven:
@@ -42,13 +42,13 @@ class AskedPlans:
                 )
 
     def check_shares(self, batch: int) -> None:
-        """Whether the batch shares that the user asked for fit a loader's batches.
+        """Check that the batch shares the user asked for fit a loader's batches.
 
         Args:
-            batch: Samples in a rank's batch where shares are equal.
+            batch: Samples in a rank's batch if shares are equal.
 
         Raises:
-            ValueError: They make another global batch, or none are within the user's limit.
+            ValueError: They make a different global batch, or no shares are within the user's limit.
         """
         for plan in self._plans.values():
             total = self._world_size * batch

@@ -1,4 +1,4 @@
-"""What a process asks the coordinator for: ranges of samples, the end of an epoch, a place where all ranks meet."""
+"""A process's requests to the coordinator: samples, the end of an epoch, a meeting of all ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from star_hvd.input.microbatches import MicrobatchStock
 
 __all__ = ["CoordinatorClient"]
 
-_LOOK_S = 0.5  # Between two looks whether a wait has become pointless.
-_ASK_AGAIN_S = 5.0  # Nothing is lost on the way as a rule; a request may be repeated as often as one likes.
+_LOOK_S = 0.5  # Between two checks of whether a wait has become pointless.
+_ASK_AGAIN_S = 5.0  # Messages are rarely lost; repeating a request has no effect on its result.
 _MEETING = 1 << 20  # Number of the work queue at which all ranks meet.
-_WORK = _MEETING + 1  # Number of the queue of ranges that are for no loader.
+_WORK = _MEETING + 1  # Number of the queue of ranges that belong to no loader (`work`).
 
 
 class CoordinatorClient:
@@ -40,10 +40,10 @@ class CoordinatorClient:
         config: Settings.
         rank: This rank.
         agent: The connection to the coordinator.
-        raise_failure: Raises what stopped this process, or makes waits for others pointless, if anything did; called
-            while an answer is waited for.
-        step: The step that the training thread is at.
-        most_samples: Most samples that fit in a batch of a loader by memory, 0 where unknown.
+        raise_failure: Called during waits; raises what stopped this process or makes waiting for others pointless, if
+            anything did.
+        step: Returns the step that the training thread is at.
+        most_samples: Returns the most samples in a batch of a loader that fit in memory, 0 if unknown.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class CoordinatorClient:
         self._sizes: dict[int, BatchSizes] = {}  # By loader.
         # By loader and epoch, of the last two epochs.
         self._stocks: dict[tuple[int, int], LeaseStock | MicrobatchStock] = {}
-        # Epochs whose end came while something else was waited for.
+        # Ends of epochs that arrived during a wait for something else.
         self._ended: dict[tuple[int, int], messages.EpochEnd] = {}
         self._asked: collections.deque[messages.RequestBatch] = collections.deque()
         self._requests = 0
@@ -73,12 +73,12 @@ class CoordinatorClient:
         self._meetings = self._works = 0
 
     def loader_number(self) -> int:
-        """A number for the next `shard` loader, equal on all ranks that make them in the same order."""
+        """Return a number for the next `shard` loader, equal on all ranks that create loaders in the same order."""
         self._next_loader += 1
         return self._next_loader - 1
 
     def batch_sizes(self, loader: int) -> BatchSizes:
-        """How many samples the batches of a loader have."""
+        """Return the object that holds the sizes of a loader's batches."""
         if loader not in self._sizes:
             send = self._agent.send
             found = BatchSizes(
@@ -106,20 +106,20 @@ class CoordinatorClient:
         even: bool = False,
         ask: bool = True,
     ) -> LeaseStock:
-        """This rank's stock of samples of an epoch; others of the loader may still be in use.
+        """Open this rank's stock of samples of an epoch; other stocks of the loader may still be in use.
 
         Args:
             loader: Number of the loader.
             epoch: Number of the epoch, or of the iteration over the loader.
-            samples: Of the whole epoch.
+            samples: Samples of the whole epoch.
             batch: Samples in a batch.
             drop_last: Whether a short last batch of the epoch is left out.
-            ahead: Batches to be in stock beyond the one in work.
+            ahead: Batches to hold in stock beyond the one being worked on.
             in_order: Whether batches are begun in the order in which they are formed.
-            load_s: Seconds until a batch is loaded where none is on its way.
-            sizer: Says how many samples each batch has; `batch` where left out.
-            even: Whether every rank needs as many batches as the others.
-            ask: Ask for the first samples now; else `LeaseStock.begin` does.
+            load_s: Seconds until a batch is loaded if none is being loaded yet.
+            sizer: Gives the number of samples of each batch; `batch` samples if omitted.
+            even: Whether all ranks need equally many batches.
+            ask: Request the first samples now; otherwise `LeaseStock.begin` does.
         """
         send = self._agent.send
         stock = LeaseStock(
@@ -143,7 +143,7 @@ class CoordinatorClient:
         return stock
 
     def _keep(self, stock: LeaseStock | MicrobatchStock) -> None:
-        """Pass messages on to a stock. Those that are closed are still asked what was consumed of them."""
+        """Pass messages on to a stock. Closed stocks are still asked what was consumed of them."""
         kept = {
             key: each
             for key, each in self._stocks.items()
@@ -152,18 +152,18 @@ class CoordinatorClient:
         self._stocks = {**kept, (stock.loader, stock.epoch): stock}
 
     def open_microbatches(self, layout: StepLayout, opening: MicrobatchOpen) -> MicrobatchStock:
-        """This rank's micro-batches of an epoch."""
+        """Open this rank's micro-batches of an epoch."""
         stock = MicrobatchStock(self._rank, layout, opening, send=lambda m: self._agent.send(m))
         self._keep(stock)
         stock.open()
         return stock
 
     def await_microbatch(self, stock: MicrobatchStock, steps_made: int) -> bool:
-        """Reserve another micro-batch of the present step for this rank; False where the step is over for it.
+        """Reserve this rank's next micro-batch of the current step; False if the step is over for this rank.
 
         Raises:
             DeadlineError: The coordinator, or a rank that the step is waiting for, did not answer.
-            ValueError: This rank's samples are not those of the others.
+            ValueError: This rank's samples differ from those of the others.
         """
         began_s = time.monotonic()
         while True:
@@ -174,7 +174,7 @@ class CoordinatorClient:
             self.check_wait(began_s, "the other ranks to begin the micro-batches of a step")
 
     def check_wait(self, began_s: float, what: str) -> None:
-        """Whether a wait for the coordinator, or for other ranks through it, may go on.
+        """Raise if a wait for the coordinator, or for other ranks through it, has to end.
 
         Raises:
             DeadlineError: It has taken too long.
@@ -190,7 +190,7 @@ class CoordinatorClient:
             )
 
     def open_work(self, total: int, chunk: int) -> LeaseStock:
-        """The next epoch of ranges of numbers, see `star_hvd.work`; equal on all ranks that open them in one order."""
+        """Open the next epoch of ranges of numbers, see `star_hvd.work`; all ranks must open them in the same order."""
         self._works += 1
         return self.open_stock(_WORK, self._works, total, chunk, False)
 
@@ -199,7 +199,7 @@ class CoordinatorClient:
 
         Raises:
             DeadlineError: The coordinator did not answer.
-            ValueError: This rank's samples are not those of the others.
+            ValueError: This rank's samples differ from those of the others.
         """
         return stock.wait(
             self._config.control_deadline_s,
@@ -209,9 +209,9 @@ class CoordinatorClient:
         )
 
     def consumed(self, loader: int, epoch: int, step: int) -> list[int]:
-        """Starts and stops of the spans of an epoch that all ranks together have consumed in the steps up to `step`.
+        """Return starts and stops of the spans of an epoch that all ranks together have consumed up to `step`.
 
-        The agents' threads answer: no training thread is waited for.
+        The agents' threads answer, so this waits for no training thread.
 
         Raises:
             DeadlineError: A rank, or the coordinator, did not answer.
@@ -234,7 +234,7 @@ class CoordinatorClient:
         )
 
     def begin_batch(self, stock: LeaseStock) -> tuple[int, int] | None:
-        """The next range of an epoch's permutation, None when the epoch is over for this rank.
+        """Return the next range of an epoch's permutation; None when the epoch is over for this rank.
 
         Raises:
             DeadlineError: The coordinator did not answer.
@@ -261,7 +261,7 @@ class CoordinatorClient:
         | messages.Grant
         | messages.EpochEnd,
     ) -> None:
-        """An answer, or a question, in the agent's thread."""
+        """Handle an answer or a question of the coordinator, in the agent's thread."""
         if isinstance(message, (ShareProposal, ShareOrder)):
             self._change_shares(message)
             return
@@ -284,13 +284,13 @@ class CoordinatorClient:
                 stock.wake()
 
     def request(self, loader: int, epoch: int, samples: int, batch: int, drop_last: bool) -> None:
-        """Ask for the next range; `granted` collects it."""
+        """Request the next range; `granted` collects it."""
         self._requests += 1
         self._asked.append(messages.RequestBatch(loader, epoch, samples, batch, drop_last, self._requests))
         self._agent.send(self._asked[-1])
 
     def granted(self, loader: int, epoch: int) -> tuple[int, int] | None:
-        """The answer to the oldest `request` of that epoch."""
+        """Wait for the answer to the oldest `request` of that epoch; None if no range is left."""
         asked = next(each for each in self._asked if (each.loader, each.epoch) == (loader, epoch))
         self._asked.remove(asked)
         grant = self._await_loader(messages.Grant, loader, epoch, self._config.control_deadline_s, "a batch", asked)
@@ -298,10 +298,10 @@ class CoordinatorClient:
         return None if grant.stop <= grant.start else (grant.start, grant.stop)
 
     def await_epoch_end(self, loader: int, epoch: int) -> bool:
-        """Wait until all ranks have ended an epoch, helping those that have not.
+        """Wait until all ranks have ended an epoch. Call it while inactive, so that the helper contributes meanwhile.
 
         Returns:
-            Whether all came to its end and meet now; False where one left its loop before.
+            Whether all reached its end and meet now; False if one left its loop before.
         """
         deadline_s = self._config.step_deadline_s
         end = self._await_loader(messages.EpochEnd, loader, epoch, deadline_s, "the end of the epoch on all ranks")
@@ -339,13 +339,13 @@ class CoordinatorClient:
             answers = asked is None or getattr(message, "number", 0) == asked.number
             if isinstance(message, kind) and same and answers:
                 return message
-            if isinstance(message, messages.EpochEnd):  # Of another loader, evaluated with in this one's loop.
+            if isinstance(message, messages.EpochEnd):  # Of another loader, used for evaluation inside this one's loop.
                 self._ended[message.loader, message.epoch] = message
 
     def await_all(self, what: str, deadline_s: float) -> None:
-        """Wait until all ranks are here, helping those that still train.
+        """Wait until all ranks are here. Call it while inactive, so that the helper contributes meanwhile.
 
-        It is an epoch, without samples, of a work queue of its own.
+        Implemented as an epoch without samples of a separate work queue.
         """
         self._meetings += 1
         self.request(_MEETING, self._meetings, 0, 1, False)

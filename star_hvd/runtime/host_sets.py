@@ -1,6 +1,6 @@
-"""Process sets for sums that go through the hosts: the ranks of each host, and one leading rank of every host.
+"""Process sets for hierarchical reductions: the ranks of each host, and one leading rank of every host.
 
-Made by `star_hvd.init`, on all ranks in one order and before any other thread makes sets; only where the user asks for
+Made by `star_hvd.init`, on all ranks in one order and before any other thread makes sets; only if the user asks for
 hierarchical reductions (`HOROVOD_HIERARCHICAL_ALLREDUCE=1`, which Horovod itself uses with NCCL only).
 """
 
@@ -30,9 +30,9 @@ class HostSets:
     """The sets that this rank is in.
 
     Attributes:
-        leader: Rank that stands for this rank's host.
-        inside: Of this rank's host, None where it is alone on it.
-        leaders: Of one rank of every host, None where this rank does not lead.
+        leader: Leading rank of this rank's host.
+        inside: Set of this host's ranks, None if this rank is alone on it.
+        leaders: Set of the leading ranks of all hosts, None if this rank does not lead.
     """
 
     leader: int
@@ -44,12 +44,12 @@ _made: HostSets | None = None
 
 
 def host_sets() -> HostSets | None:
-    """What `make_host_sets` has made in this world; None for reductions over all ranks at once."""
+    """Return what `make_host_sets` made in this world; None for reductions over all ranks at once."""
     return _made
 
 
 def groups_of(hosts: Sequence[str]) -> list[tuple[int, ...]]:
-    """The ranks of every host, in the order of their first ranks; `hosts` has the host of every rank."""
+    """Return the ranks of every host, ordered by first rank; `hosts` has the host of every rank."""
     groups: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         groups.setdefault(host, []).append(rank)
@@ -57,7 +57,7 @@ def groups_of(hosts: Sequence[str]) -> list[tuple[int, ...]]:
 
 
 def make_host_sets() -> None:
-    """Make the sets, where they are wanted and can be had. Collective; called once Horovod is initialized."""
+    """Make the sets if they are wanted and possible. Collective; called once Horovod is initialized."""
     global _made
     _made = None
     if not env.hierarchical() or int(mpi_ops.size()) == 1:

@@ -1,8 +1,8 @@
-"""Times in which the training thread delivers no gradients: at the end of its data, or in a collective of the user's.
+"""Periods in which the training thread delivers no gradients: at the end of its data, or in a collective of the user's.
 
-They may be nested, and any thread may enter and leave one. Engines, servers and the coordinator hear of the outermost
-one alone, of begin and end in this order. Servers confirm that they have heard of a begin, so that a rank which leaves
-the user's collective finds that they wait for no other; this wait is outside the lock.
+They may be nested, and any thread may start and end one. Engines, servers and the coordinator are told only of the
+outermost period, of its start and its end in this order. Servers confirm the start, so that when a rank leaves the
+user's collective they wait for no rank that is still inside; this rank waits for the confirmation outside the lock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Inactivity:
     """See the module's text.
 
     Args:
-        drivers: Of all optimizers, by number; others fill it.
+        drivers: Drivers of all optimizers, by number; filled by others.
         send: Sends a message to the coordinator.
     """
 
@@ -40,12 +40,12 @@ class Inactivity:
 
     @property
     def nested(self) -> bool:
-        """Whether one time is inside another."""
+        """Whether one period is inside another."""
         return self._depth > 1
 
     @contextlib.contextmanager
     def during(self, reason: str, *, out_of_data: bool) -> Iterator[None]:
-        """One lasts as long as the block."""
+        """Make the block a period of inactivity."""
         try:
             self.enter(reason, out_of_data=out_of_data)
             yield
@@ -53,7 +53,7 @@ class Inactivity:
             self.leave(reason)
 
     def enter(self, reason: str, *, out_of_data: bool) -> None:
-        """One begins; it is to be left even where this raises.
+        """Start a period; the caller must end it with `leave` even if this raises.
 
         Raises:
             DeadlineError: The servers did not confirm it.
@@ -68,14 +68,14 @@ class Inactivity:
                 driver.confirm_inactive()
 
     def leave(self, reason: str) -> None:
-        """One ends."""
+        """End a period."""
         with self._lock:
             self._depth -= 1
             if self._depth == 0:
                 self._tell(False, False, reason)
 
     def _tell(self, inactive: bool, out_of_data: bool, reason: str) -> None:
-        """Under the lock, which keeps the order; nothing here waits."""
+        """Notify engines, servers and coordinator; called under the lock, which keeps the order. Never waits."""
         for driver in list(self._drivers.values()):
             driver.set_inactive(inactive)
         if self._drivers:

@@ -1,7 +1,7 @@
 """Feeds the run log of one optimizer: own steps on every rank; windows, plans and facts of the job on rank 0.
 
-One run per optimizer, so that time to accuracy counts from its first step, not from the start of a program that trains
-several networks. Nothing here runs on the training thread but the hand-over of a step's times to a queue.
+There is one run per optimizer, so that time to accuracy counts from its first step, not from the start of a program
+that trains several networks. On the training thread, a step's times are only put into a queue.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ __all__ = ["JobLog", "check_curves"]
 
 logger = logging.getLogger("star_hvd")
 
-_LOOK_INTERVAL_S = 0.5  # At a window; the log keeps one per second.
-_PACE_S = 5.0  # Of which steps per second are counted.
+_LOOK_INTERVAL_S = 0.5  # Between two windows; the log keeps one per second.
+_PACE_S = 5.0  # Period over which steps per second are counted.
 
 
 class JobLog:
@@ -42,12 +42,12 @@ class JobLog:
 
     Args:
         job: Name of the job, the same on all ranks.
-        reporter: Of the optimizer, its engine started.
+        reporter: The optimizer's reporter; its engine has started.
         hosts: Address of every rank's host.
-        coordinator: On rank 0, where windows and plans come from.
-        facts: Parameters of the job known already.
-        ranker: What predicts for this optimizer, where it runs in `auto` and a learned policy decides.
-        curves: Gets the names of recorded curves, for `check_curves`; one for all optimizers of a process.
+        coordinator: Source of windows and plans, on rank 0.
+        facts: Parameters of the job that are already known.
+        ranker: The predictor, if this optimizer runs in `auto` with the learned policy.
+        curves: Receives the names of recorded curves, for `check_curves`; one set for all optimizers of a process.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class JobLog:
         self._coordinator = coordinator
         self._ranker = ranker
         self._plans_logged = 0
-        self._outcome_logged = (-1, -1)  # Plan and last step of the latest one.
+        self._outcome_logged = (-1, -1)  # Plan and last step of the latest outcome.
         self._pace = _Pace()
         self._curves = set() if curves is None else curves
-        # Read here, on the training thread: schedules change them with the first steps, and runs are found by what they
-        # began with.
+        # Read here, on the training thread, because schedules change hyperparameters with the first steps, and runs are
+        # searched by the initial ones.
         self._optimizer = self._optimizer_facts() if coordinator is not None and enabled() else {}
         self._batch_logged = self._model_logged = False
         self._stop = threading.Event()
@@ -90,11 +90,11 @@ class JobLog:
 
     @property
     def dropped(self) -> int:
-        """Entries that are lost."""
+        """Number of lost entries."""
         return self._log.dropped
 
     def start(self) -> None:
-        """Start the threads; without effect where the log is switched off or cannot be written."""
+        """Start the thread; does nothing if the log is switched off or cannot be written."""
         if not self._log.enabled:
             return
         if self._coordinator is not None:
@@ -102,24 +102,24 @@ class JobLog:
             self._thread.start()
 
     def step(self, report: StepReport) -> None:
-        """A gradient of this rank's own; called by the training thread."""
+        """Log one of this rank's gradients; called by the training thread."""
         self._log.step(report)
 
     def metric(self, name: str, value: float, step: int, monotonic_s: float | None = None) -> None:
-        """A point of a curve of the user's, of now or of an earlier time of `time.monotonic()`."""
+        """Log a point of a user's curve, at an earlier time of `time.monotonic()` or now."""
         self._curves.add(name)
         self._log.metric(name, value, step, None if monotonic_s is None else self._log.since_s(monotonic_s))
 
     def resources(self, readings: Resources) -> None:
-        """What this rank's process gets of its machine."""
+        """Log a reading of this rank's machine."""
         self._log.resources(readings)
 
     def timeline(self, record: Mapping[str, Any]) -> None:
-        """When the buckets of one of this rank's steps travelled."""
+        """Log when the buckets of one of this rank's steps were transferred."""
         self._log.timeline(record)
 
     def close(self, status: str = "FINISHED") -> None:
-        """Write what is left and end; the sender to MLflow goes on by itself for a while.
+        """Write what is left and end; the sender to MLflow continues on its own for a while.
 
         Args:
             status: `FINISHED`, `FAILED` or `KILLED`.
@@ -132,7 +132,7 @@ class JobLog:
     # ---- rank 0, own thread -----------------------------------------------------------------------------------------
 
     def _check_target(self) -> None:
-        """Say at once, not after a night of training, that a target is none."""
+        """Warn of an invalid target at the start, not after a night of training."""
         if self._reporter.number == 0 and self._target and Target.parse(self._target) is None:
             logger.warning(
                 "STAR_TARGET is %r; expected NAME>=NUMBER, accuracy>=0.9 for example; the run has no time to target",
@@ -145,7 +145,7 @@ class JobLog:
 
     def _run(self) -> None:
         try:
-            ended = self._stop.wait(_LOOK_INTERVAL_S)  # Reading the environment is not for the first step to wait for.
+            ended = self._stop.wait(_LOOK_INTERVAL_S)  # Reading the environment must not delay the first step.
             self._log.facts({**environment(self._hosts), "optimizer": self._optimizer})
             while not ended:
                 self._look()
@@ -155,7 +155,7 @@ class JobLog:
             logger.exception("the run log gets no more windows; training goes on")
 
     def _tell_late_facts(self) -> None:
-        """What is known only some time after the start: what the loader gives, which model was loaded."""
+        """Log facts that are known only some time after the start: the loader's batches, and the loaded model."""
         if not self._batch_logged and self._reporter.batch:
             self._batch_logged = True
             self._log.facts({"batch": self._reporter.batch})
@@ -200,15 +200,15 @@ class JobLog:
             steps_per_s=self._pace.note(time.monotonic(), engine.steps),
             effective_batch=self._reporter.update_samples(engine.active.label),
             folds=engine.folds,
-            rank0_drops=self._reporter.stats()["drops"],  # Those of the others are not known here.
+            rank0_drops=self._reporter.stats()["drops"],  # Those of other ranks are not known here.
         )
 
 
 def check_curves(curves: Collection[str]) -> None:
-    """Say at the end of a job, on rank 0, that its target's curve was never recorded: misspelt, for example.
+    """Warn at the end of a job, on rank 0, if its target's curve was never recorded (misspelt, for example).
 
     Args:
-        curves: Names of those that were.
+        curves: Names of the recorded curves.
     """
     target = Target.parse(env.target())
     if enabled() and target is not None and target.name not in curves:
@@ -227,7 +227,7 @@ class _Pace:
         self._points: deque[tuple[float, int]] = deque()
 
     def note(self, now_s: float, steps: int) -> float:
-        """Take in how many steps there have been; their rate, NaN at first."""
+        """Take in the number of steps so far; return their rate, NaN at first."""
         while len(self._points) > 1 and self._points[0][0] < now_s - _PACE_S:
             self._points.popleft()
         self._points.append((now_s, steps))

@@ -1,4 +1,4 @@
-"""Readings of a rank's machine: to the coordinator, to the run logs, and to this user's other jobs on the host."""
+"""Sends readings of a rank's machine to the coordinator, the run logs, and this user's other jobs on the host."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from star_hvd.telemetry.resources import Resources, ResourceSampler, cgroup_dire
 
 __all__ = ["MachineNotes"]
 
-_START_S = 0.05  # The clock of processors counts 10 ms at a time.
-_LATEST = 10  # Readings of the wait that the least is taken of.
+_START_S = 0.05  # Shortest interval of the first reading: processor time is counted in units of 10 ms.
+_LATEST = 10  # Latest wait readings, of which the minimum is taken.
 
 
 class MachineNotes:
@@ -42,11 +42,11 @@ class MachineNotes:
         self._first, self._first_s = self._counters()
 
     def start(self, job: str, gpu: str | None) -> None:
-        """Send a first reading, of the time since this object was made, and start the thread; once.
+        """Send a first reading, over the time since this object was created, and start the thread; only once.
 
         Args:
             job: Name of the job's run.
-            gpu: Identity of this rank's GPU, None for none.
+            gpu: Identity of this rank's GPU, None without one.
         """
         if self._sampler is not None:
             return
@@ -56,7 +56,7 @@ class MachineNotes:
         self._sampler.start()
 
     def stop(self, deadline_s: float) -> None:
-        """End the thread, and leave the other jobs' sight."""
+        """End the thread, and remove this rank's entry for other jobs."""
         if self._sampler is not None:
             self._sampler.stop(deadline_s)
         if self._registry is not None:
@@ -76,7 +76,7 @@ class MachineNotes:
         return Resources(interval_s=elapsed_s, free_cpu_cores=free, **rates)
 
     def _on_sample(self, readings: Resources) -> None:
-        """Once per second, in the sampler's thread."""
+        """Handle a sample; called once per second in the sampler's thread."""
         near = Neighbours()
         if self._registry is not None:
             cpus = usable_cpus()
@@ -89,9 +89,9 @@ class MachineNotes:
                 driver.reporter.log.resources(readings)
 
     def _slack(self) -> tuple[float, float]:
-        """Time of this rank's steps, and of that what it surely waits for slower ranks.
+        """Return the time of this rank's steps, and the part of it that it certainly waits for slower ranks.
 
-        Its least wait ever is taken for the communication alone; what it waits beyond that is for others.
+        The shortest wait so far is taken as communication alone; any wait beyond it is for other ranks.
         """
         drivers = list(self._drivers.values())
         if not drivers:

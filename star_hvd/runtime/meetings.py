@@ -1,7 +1,7 @@
-"""Times without gradients of the training thread, and meetings, behind which all replicas are the same.
+"""Inactive periods of the training thread, and meetings, after which all replicas are equal.
 
-`Inactivity` makes the others go on without this rank; `star_hvd/engine/meeting.py` says when a meeting is over. Here is
-what the training thread does in between: it gathers positions, catches up, and gathers again.
+`Inactivity` lets the other ranks continue without this one; `star_hvd/engine/meeting.py` decides when a meeting is
+over. This module is what the training thread does in between: gather positions, catch up, and gather again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _POLL_S = 0.002
 
 
 class Meetings:
-    """Made by the thread that trains, until another one takes a step.
+    """See the module's text. The thread that creates it counts as the training thread until another one makes a step.
 
     Args:
-        drivers: Of all optimizers, by number; others fill it.
+        drivers: Drivers of all optimizers, by number; filled by others.
         send: Sends a message to the coordinator.
         check: Raises what stopped this process's engines or threads, if anything did.
     """
@@ -42,11 +42,11 @@ class Meetings:
         self._training_thread = threading.current_thread()
 
     def note_training_thread(self) -> None:
-        """The calling thread is the one that trains."""
+        """Note that the calling thread is the one that trains."""
         self._training_thread = threading.current_thread()
 
     def _in_training_thread(self) -> bool:
-        """Whether the calling thread trains, or is the program's main one, which goes on where that has ended."""
+        """Whether the calling thread trains; the main thread counts too once the training thread has ended."""
         caller, trains = threading.current_thread(), self._training_thread
         return caller is trains or (caller is threading.main_thread() and not trains.is_alive())
 
@@ -72,19 +72,19 @@ class Meetings:
             yield
 
     def finished(self) -> None:
-        """The training thread is inactive from now on."""
+        """Make the training thread inactive from now on."""
         self._inactivity.enter("finished", out_of_data=True)
 
-    @torch.inference_mode(False)  # The program may evaluate in it; what is made in it may not be changed afterwards.
+    @torch.inference_mode(False)  # The program may be in it to evaluate; tensors made in it could not be changed later.
     def meet(self, reason: str, deadline_s: float, *, out_of_data: bool) -> None:
         """Wait, inactive, until all ranks are at one step, catching up with them.
 
         Raises:
-            DeadlineError: They did not get there in time.
+            DeadlineError: They did not reach it in time.
         """
         limit_s, asked = time.monotonic() + deadline_s, False
         while True:
-            # One that was dropped has no reference left, and its helper may have ended on some ranks already.
+            # A dropped optimizer has no reference left, and its helper may already have ended on some ranks.
             own = [driver.position() for driver in list(self._drivers.values()) if not driver.dropped]
             found = gather_positions(own, self._check, deadline_s, reason)
             if settled(found, asked=asked):
@@ -97,12 +97,12 @@ class Meetings:
                     f"ranks did not get to one step within {deadline_s:g} s at {reason}: {unsettled_text(found)}"
                 )
             if asked:
-                time.sleep(_POLL_S)  # Something is on its way: a step that ends, or the message that it has.
+                time.sleep(_POLL_S)  # Wait for something in flight: the end of a step, or the message about it.
             self._catch_up(own, reason, out_of_data=out_of_data)
             asked = True
 
     def _catch_up(self, own: list[Position], reason: str, *, out_of_data: bool) -> None:
-        """Present, as long as nothing forbids it: an averaging of local steps, for one, is made of those present."""
+        """Catch up, and be active meanwhile unless in the middle of a step: `local`, for one, averages active ranks."""
         stays_inactive = any(position.mid_step for position in own)
         if not stays_inactive:
             self._inactivity.leave(reason)

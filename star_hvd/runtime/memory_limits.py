@@ -1,8 +1,8 @@
-"""Most samples that fit in a batch on this rank: by the user, by what is free, and by what ran out of memory.
+"""Maximum samples in a batch on this rank, by the user's limit, free memory, and past out-of-memory errors.
 
-An out-of-memory error at b samples lowers the limit of that loader to 0.85 b for good. On a GPU the allocator also says
-that it came near: it flushed its cache to satisfy a request (`num_alloc_retries`), or an error was caught below the
-program (`num_ooms`). Then batches are to grow no further than they have.
+An out-of-memory error at b samples permanently lowers the limit of that loader to 0.85 b. On a GPU the allocator also
+reports that memory nearly ran out: it flushed its cache to satisfy a request (`num_alloc_retries`), or an error was
+caught below the program (`num_ooms`). Then batches may not become larger than the largest so far.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from star_hvd.telemetry.resources import samples_in_memory
 __all__ = ["MemoryLimits"]
 
 _LEFT = 0.85
-"""Of a size that failed: a batch needs other memory from step to step, and fragments the rest."""
+"""Limit as a fraction of a size that failed: memory per batch varies from step to step, and fragments the rest."""
 
 
 class MemoryLimits:
@@ -30,22 +30,22 @@ class MemoryLimits:
         self._retried = self._retries = 0
 
     def lower(self, loader: int, samples: int) -> int:
-        """So many samples of a loader ran out of memory; returns the limit from here on."""
+        """Lower the limit of a loader after `samples` samples ran out of memory; return the new limit."""
         limit = max(1, int(_LEFT * samples))
         self._failed[loader] = min(limit, self._failed.get(loader, limit))
         return self._failed[loader]
 
     def failed(self, loader: int) -> int:
-        """The limit by out-of-memory errors alone."""
+        """Return the limit from out-of-memory errors alone."""
         return self._failed.get(loader, 0)
 
     def most(self, loader: int, largest: int, device: torch.device | None) -> int:
-        """The limit of a batch of a loader.
+        """Return the limit of a loader's batch.
 
         Args:
             loader: Number of the loader.
             largest: Samples of the largest batch so far.
-            device: Where the parameters are, None where there are none.
+            device: Device of the parameters, None if there are none.
         """
         by_memory = 0
         if device is not None:

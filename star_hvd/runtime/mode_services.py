@@ -1,4 +1,4 @@
-"""What a process offers to the modes of its optimizers: process sets, servers, connections, and a thread to prepare."""
+"""A process's services for the modes of its optimizers: process sets, servers, connections, a preparing thread."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ class ModeServices:
         self.sets = SetKeeper(len(keyring.peers), self._set_done)
         self._changed = ordered_condition("ModeServices._changed")
         self._set_reasons: dict[Ranks, str | None] = {}
-        self._link_bytes_per_s = 0.0  # Of this rank, as last measured.
-        self._given_up: dict[int, int] = {}  # Per optimizer, the last epoch whose plan nothing waits for any more.
+        self._link_bytes_per_s = 0.0  # Rate of this rank's link as last measured.
+        self._given_up: dict[int, int] = {}  # Per optimizer, the last `plan_id` that nothing waits for any more.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = supervised(self._run, "star-prepare")
         self.house = ServerSessions(rank, config, key, host, send, drivers)
@@ -101,7 +101,7 @@ class ModeServices:
             self._thread.join(deadline_s)
 
     def later(self, task: Callable[[], None]) -> None:
-        """Run `task` in the preparing thread, after those before it."""
+        """Run `task` in the preparing thread, after the tasks queued before it."""
         self._tasks.put(task)
 
     def _run(self) -> None:
@@ -112,9 +112,9 @@ class ModeServices:
                 logger.exception("rank %d: preparing a plan failed", self._rank)
 
     def on_message(self, message: Message) -> None:
-        """An order of the coordinator, in the agent's thread."""
+        """Handle an order of the coordinator, in the agent's thread."""
         if isinstance(message, (MakeSet, DropSet)):
-            with self._changed:  # What is known of it does not hold any more.
+            with self._changed:  # The known result for this set is outdated.
                 self._set_reasons.pop(tuple(message.ranks), None)
             (self.sets.add if isinstance(message, MakeSet) else self.sets.remove)(message.ranks)
         elif isinstance(message, WarmServers):
@@ -140,9 +140,9 @@ class ModeServices:
             self._send(LinkRate(rate))
 
     def give_up(self, optimizer_id: int, plan_id: int) -> None:
-        """Plans of an optimizer up to `plan_id` are not wanted any more.
+        """Give up an optimizer's plans up to `plan_id`.
 
-        What prepares one stops waiting, or it would hold up the preparation of the next plan, of any optimizer.
+        Their preparation stops waiting; otherwise it would delay the preparation of the next plan of any optimizer.
         """
         with self._changed:
             self._given_up[optimizer_id] = max(plan_id, self._given_up.get(optimizer_id, -1))
@@ -150,7 +150,7 @@ class ModeServices:
         self.house.give_up(optimizer_id, plan_id)
 
     def forget(self, optimizer_id: int) -> None:
-        """An optimizer is closed on all ranks."""
+        """Forget an optimizer that is closed on all ranks."""
         self.give_up(optimizer_id, sys.maxsize)
         self.house.forget(optimizer_id)
 
@@ -162,10 +162,10 @@ class ModeServices:
             self._changed.notify_all()
 
     def process_set(self, ranks: Ranks) -> Any:
-        """A process set that a prepared plan has asked for.
+        """Return a process set of a prepared plan.
 
         Raises:
-            StarError: It is not there.
+            StarError: It does not exist.
         """
         found = self.sets.get(ranks)
         if found is None:
@@ -193,18 +193,18 @@ class ModeServices:
     # ---- for switches ------------------------------------------------------------------------------------------
 
     def prepare(self, optimizer_id: int, plan: Plan) -> str | None:
-        """Get process sets, servers and connections of a plan ready. A reason why not, or None; blocks."""
+        """Get a plan's process sets, servers and connections ready; return why that failed, or None. Blocks."""
         reason = self._await_sets(optimizer_id, plan)
         if reason is None and plan.family in ("ps", "grouped"):
             reason = self.house.prepare(optimizer_id, plan)
         return reason
 
     def session(self, optimizer_id: int, plan: Plan) -> int | None:
-        """The session of servers that a prepared plan begins or continues, None where it has no servers."""
+        """Return the session of servers that a prepared plan starts or continues, None if it has no servers."""
         return self.house.session_number(optimizer_id, plan) if plan.family in ("ps", "grouped") else None
 
     def steps(self, optimizer_id: int, plan: Plan) -> Steps:
-        """What makes the steps of a prepared plan other than those of `all_ranks`."""
+        """Return the object that makes the steps of a prepared plan outside the family `all_ranks`."""
         if plan.family == "subgroup":
             return self._child_steps(optimizer_id, plan)
         return self._steps_at_servers(optimizer_id, plan)
@@ -258,17 +258,17 @@ class ModeServices:
         return GroupSteps(driver.engine, plan, client, collective, group, **common)
 
     def seed(self, optimizer_id: int, plan: Plan, snapshot: Callable[[], Snapshot]) -> None:
-        """The state with which servers begin, where this rank runs any."""
+        """Give this rank's server the state to start with, a snapshot; called on ranks that run a server."""
         self.house.seed(optimizer_id, plan, snapshot())
 
     def end(self, optimizer_id: int, plan: Plan, new: Plan) -> None:
-        """All ranks are ready to go on to `new`: let servers here change their rule, or make their last update."""
+        """Let this rank's server change its rule or make its last update, as all ranks are ready to switch to `new`."""
         self.house.end(optimizer_id, plan, new)
 
     def begun(self, optimizer_id: int, plan: Plan) -> None:
-        """A plan of servers is in force."""
+        """Note that a plan with servers is in force."""
         self.house.begun(optimizer_id, plan)
 
     def final_state(self, optimizer_id: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
-        """The state with which the servers of a plan ended at `version`."""
+        """Return the state with which the servers of a plan ended at `version`, None if it is no longer available."""
         return self.house.final_state(optimizer_id, plan, version, deadline_s)

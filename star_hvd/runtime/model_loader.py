@@ -1,7 +1,7 @@
 """The trained predictor, loaded by rank 0 of a job in mode `auto` while the job trains.
 
-Loading takes 0.1 s of a processor (`scheduler.learning.boosters`), or up to 20 s of waiting where a registry has the
-model. No step waits for either: until the predictor is there, the cost model decides.
+Loading takes 0.1 s of CPU time (`scheduler.learning.boosters`), or up to 20 s of waiting if the model is in a registry.
+No step waits for it: until the predictor is loaded, the cost model decides.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ __all__ = ["ModelLoader", "digest"]
 logger = logging.getLogger("star_hvd")
 
 _LOOK_INTERVAL_S = 0.02
-_LATEST_S = 10.0  # A job whose first step takes longer has nothing to hurry for: it is loaded beside that step.
+_LATEST_S = 10.0  # If the first step takes longer, the predictor is loaded during that step.
 
 
 class ModelLoader:
-    """Predicts by the cost model until the predictor is loaded, and for good where there is none.
+    """Predicts with the cost model until the predictor is loaded, or always if there is none.
 
-    `STAR_MODEL` names the predictor: a folder, or a registered model as `models:/name@alias`. Without it the one
-    shipped with the package is taken. A missing or damaged one costs a warning.
+    `STAR_MODEL` names the predictor: a folder, or a registered model as `models:/name@alias`. By default it is the one
+    shipped with the package. If it is missing or damaged, a warning is logged.
 
     Attributes:
-        facts: For the run log, which model decides: `source` (`shipped`, what `STAR_MODEL` says, or `cost_model`),
-            `sha256` (`digest`), and `fallback`, why it is the cost model though a model was wanted. None while loading.
+        facts: For the run log, which model decides: `source` (`shipped`, the value of `STAR_MODEL`, or `cost_model`),
+            `sha256` (`digest`), and `fallback`, the reason if the cost model replaces the wanted model. None while
+            loading.
     """
 
     def __init__(self) -> None:
@@ -47,12 +48,12 @@ class ModelLoader:
         self._thread = supervised(self._run, "star-model", critical=False)
 
     def load(self, deadline_s: float) -> None:
-        """Load it, unless that was done; what takes longer than `deadline_s` goes on beside the job."""
+        """Load the predictor unless done; after `deadline_s` return and let loading continue beside the job."""
         self.load_after(lambda: True)
         self._thread.join(deadline_s)
 
     def load_after(self, begun: Callable[[], bool]) -> None:
-        """Load it in a thread as soon as `begun` says so; returns at once. Once per process, by one thread."""
+        """Load the predictor in a thread once `begun` returns True; return at once. Once per process, by one thread."""
         if self._thread.ident is None:
             self._begun = begun
             self._thread.start()
@@ -60,7 +61,7 @@ class ModelLoader:
     def __call__(
         self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan
     ) -> list[Prediction]:
-        """Predictions for plans, the fastest first."""
+        """Return predictions for plans, the fastest first."""
         loaded = self._loaded
         return rank(offered, conditions) if loaded is None else loaded(offered, conditions, window, active)
 
@@ -68,13 +69,13 @@ class ModelLoader:
         latest_s = time.monotonic() + _LATEST_S
         while not self._begun() and time.monotonic() < latest_s:
             time.sleep(_LOOK_INTERVAL_S)
-        self._begun = lambda: True  # It may hold an optimizer.
+        self._begun = lambda: True  # The old one may hold a reference to an optimizer.
         problems: list[str] = []
         try:
             from scheduler.learning.model_choice import find_ranker
 
             self._loaded = find_ranker(os.environ, problems.append)
-        except Exception as error:  # Whatever is wrong with it: the cost model decides as well.
+        except Exception as error:  # Whatever is wrong with it, the cost model can decide.
             problems.append(f"no predictor of time to accuracy ({error}); the cost model decides")
         for problem in problems:
             logger.warning("%s", problem)
@@ -82,7 +83,7 @@ class ModelLoader:
 
 
 def digest(about: Mapping[str, Any]) -> str:
-    """SHA-256 of what a model's `model.json` says, the hashes of its heads included: the same for every copy of it."""
+    """Return the SHA-256 of a model's `model.json`, which has the hashes of its heads: the same for every copy."""
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""A batch that ran out of memory on this rank is repeated in parts, whose gradients make the same step.
+"""Repeats a batch that ran out of memory on this rank in parts, whose gradients together make the same step.
 
     for inputs, wanted in loader:
         with hvd.catch_out_of_memory(loader):
@@ -6,10 +6,10 @@
             loss_of(model(inputs), wanted).backward()
             optimizer.step()
 
-The parts accumulate as micro-batches do: sum(w_m g_m) / sum(w_m) over the parts of a batch is its gradient. What the
-failed backward pass has given already, and may be on its way to the other ranks, is the gradient of the whole batch: it
-stays, and the parts add nothing to those parameters (`MicrobatchInHand.covered`). The other ranks wait in that step, as
-for any slow rank, and the coordinator is notified of the limit, so that batch shares respect it from there on.
+The parts accumulate like micro-batches: the batch's gradient is sum(w_m g_m) / sum(w_m) over its parts. Gradients that
+the failed backward pass has already produced, and that may be in flight to other ranks, are those of the whole batch:
+they are kept, and the parts add nothing to those parameters (`MicrobatchInHand.covered`). The other ranks wait in that
+step, as for any slow rank, and the coordinator is notified of the limit, so that batch shares respect it from then on.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ logger = logging.getLogger("star_hvd")
 _SIGNS = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",  # Outside torch's allocator: a module that is loaded, a library's work space.
+    "CUDA error: out of memory",  # Outside torch's allocator: loading a module, a library's work space.
     "CUDA out of memory",
     "DefaultCPUAllocator: can't allocate memory",
 )
-"""What torch says in a plain `RuntimeError` where memory was short."""
+"""Messages of torch's plain `RuntimeError`s for lack of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Samples of a batch, from `start` to `stop`, and the parameters that have their gradient already."""
+    """Samples `start` to `stop` of a batch, and the parameters that already have their gradient."""
 
     start: int
     stop: int
@@ -59,33 +59,33 @@ class _Part:
         return self.stop - self.start
 
     def cut(self, limit: int) -> list[_Part]:
-        """Parts of at most `limit` samples, as equal as can be."""
+        """Split into parts of at most `limit` samples, as equal as possible."""
         count = -(-self.size // limit) if limit else 1
         ends = [self.start + i * self.size // count for i in range(count + 1)]
         return [_Part(start, stop, self.covered) for start, stop in pairwise(ends)]
 
 
 class Repeats:
-    """Delivers the batches of one loader, in parts where more samples would not fit."""
+    """Delivers the batches of one loader, in parts if whole batches would not fit in memory."""
 
     def __init__(self) -> None:
         self._run: Runtime | None = None
         self._loader = -1
-        self._part: _Part | None = None  # What the training loop works on.
-        self._repeat: list[_Part] = []  # Of that, after it failed.
+        self._part: _Part | None = None  # The part the training loop works on.
+        self._repeat: list[_Part] = []  # Parts of it to repeat after it failed.
         self._steps_ended = 0
 
     def deliver(
         self, run: Runtime, loader: int, samples: int, data: Any, load: Callable[[int, int], Any]
     ) -> Iterator[Any]:
-        """A batch: the data of it, or of its parts one after the other.
+        """Yield the data of a batch, or of its parts one after the other.
 
         Args:
             run: The runtime.
             loader: Number of the loader.
-            samples: In the batch.
-            data: Of the whole batch.
-            load: Gives the data of the samples from start to stop of the batch.
+            samples: Number of samples in the batch.
+            data: Data of the whole batch.
+            load: Returns the data of samples start to stop of the batch.
         """
         self._run, self._loader, self._steps_ended = run, loader, run.steps_ended
         waiting = deque(_Part(0, samples).cut(run.memory.failed(loader)))
@@ -94,7 +94,7 @@ class Repeats:
                 part = self._part = waiting.popleft()
                 whole = part.size == samples
                 if not whole:
-                    # Once the step is made all parts are computed: the time of a whole batch.
+                    # When the step is made, all parts have been computed: it has the time of a whole batch.
                     more = lambda: bool(waiting)  # noqa: E731
                     run.in_hand = MicrobatchInHand(part.size, run.reference_samples, more, 1.0, part.covered)
                 yield data if whole else load(part.start, part.stop)
@@ -104,12 +104,12 @@ class Repeats:
             self._part = None
             if run.in_hand is not None:
                 run.in_hand = None
-                if run.steps_ended == self._steps_ended:  # No step was made of the batch: no other one is to have it.
+                if run.steps_ended == self._steps_ended:  # The batch made no step; no later step may contain it.
                     for driver in run.drivers.values():
                         driver.forget_parts()
 
     def fail(self) -> str:
-        """What the loop works on ran out of memory: it is delivered again in parts, or why that is not possible."""
+        """Deliver the part that ran out of memory again in smaller parts; return why that is impossible, or empty."""
         run, part = self._run, self._part
         if run is None or part is None:
             return "it was not raised in work on a batch of this loader of a map-style data set without microbatches"
@@ -136,15 +136,15 @@ class Repeats:
 
 
 class Repeating(Protocol):
-    """A loader that can deliver a batch again, as those of `hvd.shard` can."""
+    """A loader that can deliver a batch again, such as those of `hvd.shard`."""
 
     @property
     def repeats(self) -> Repeats:
-        """Delivers its batches."""
+        """The object that delivers its batches."""
 
 
 class catch_out_of_memory:
-    """Context around the body of a training loop: a batch that runs out of memory is repeated in smaller parts.
+    """Context around the body of a training loop that repeats a batch in smaller parts if it runs out of memory.
 
         for inputs, wanted in loader:
             with hvd.catch_out_of_memory(loader):
@@ -152,15 +152,15 @@ class catch_out_of_memory:
                 loss_of(model(inputs), wanted).backward()
                 optimizer.step()
 
-    The loop's next iterations get the same samples in parts, whose gradients are accumulated: only the last one of them
-    makes a step (`optimizer.stepped`), with the gradient that the whole batch would have had where the loss is a mean
-    over the batch. Batches of this rank are cut at that size from there on, and under `sync(balanced)` it gets
-    fewer samples, others more, within a few steps. Errors that are none of memory are raised as ever, and so is one
-    after which nothing can be repeated, with the reason in the log: with one sample, once `step()` has begun, with
-    a GradScaler, LBFGS, sparse gradients or `backward_passes_per_step`, in modes in which a rank makes its steps alone.
+    The loop's next iterations get the same samples in parts, whose gradients are accumulated: only the last part makes
+    a step (`optimizer.stepped`). If the loss is a mean over the batch, the gradient is that of the whole batch. From
+    then on, larger batches of this rank are split at that size, and under `sync(balanced)` it gets fewer samples, and
+    others more, within a few steps. Other errors are raised as usual. So is an out-of-memory error after which nothing
+    can be repeated, with the reason in the log: with one sample, after `step()` has started, with a GradScaler, LBFGS,
+    sparse gradients or `backward_passes_per_step`, and in modes in which a rank makes its steps alone.
 
     Args:
-        loader: What `hvd.shard` returned, whose loop this is.
+        loader: The loader from `hvd.shard` whose loop this is.
 
     If a rank is late: the others wait for the step, as for any slow rank.
     """
@@ -191,20 +191,20 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _release(error: BaseException, trace: TracebackType | None) -> None:
-    """Free the graph of the pass that failed: what its calls still hold, and the tensors of the loop itself."""
+    """Free the graph of the failed pass: variables that its calls still hold, and the tensors of the loop itself."""
     _clear_frames(error)
     if trace is not None:
         local = trace.tb_frame.f_locals
         _cut_graph(list(_computed(list(local.values()))))
         if local is not trace.tb_frame.f_globals and isinstance(local, dict):
-            local.clear()  # A copy of the variables, which would keep them alive.
-    gc.collect()  # Calls that caught errors, and graphs with hooks, are often held by themselves alone.
+            local.clear()  # This copy of the variables would keep them alive.
+    gc.collect()  # Frames that caught errors, and graphs with hooks, are often kept alive by reference cycles.
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Let go of the variables of all calls that ended by an error, or by one that it came from."""
+    """Clear the variables of all calls that ended by an error or by one of its causes."""
     left: list[BaseException | None] = [error]
     seen: set[int] = set()
     while left:
@@ -216,7 +216,7 @@ def _clear_frames(error: BaseException) -> None:
 
 
 def _computed(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
-    """The tensors among variables and in containers, a model's output for example, that hold a graph."""
+    """Yield the tensors with a graph among variables and in containers, a model's output for example."""
     if isinstance(value, torch.Tensor):
         if value.grad_fn is not None:
             yield value
@@ -235,9 +235,9 @@ def _computed(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 def _cut_graph(tensors: list[torch.Tensor]) -> None:
-    """Leave the values of tensors and let go of the graph they were computed in.
+    """Keep the values of tensors and release the graph they were computed in.
 
-    A view cannot be detached in place; it becomes a detached one of the same memory, once no graph has it saved.
+    A view cannot be detached in place; it is replaced by a detached view of the same memory, if no graph has saved it.
     """
     views = []
     for tensor in tensors:
@@ -246,16 +246,16 @@ def _cut_graph(tensors: list[torch.Tensor]) -> None:
         except RuntimeError:
             views.append(tensor)
     for view in views:
-        with contextlib.suppress(RuntimeError):  # Else it goes when the loop assigns it again.
+        with contextlib.suppress(RuntimeError):  # Otherwise it is freed when the loop assigns the variable again.
             if view.grad_fn is not None:
                 torch.utils.swap_tensors(view, view.detach())
 
 
 def cut_batch(data: Any, start: int, stop: int, size: int) -> Any:
-    """Samples from start to stop of a batch that torch's default collate function has made of `size` samples.
+    """Return samples start to stop of a batch that torch's default collate function has made from `size` samples.
 
     Raises:
-        ValueError: Something in it is not one entry for each sample.
+        ValueError: Something in it does not have one entry per sample.
     """
     if isinstance(data, Mapping):
         return {key: cut_batch(value, start, stop, size) for key, value in data.items()}

@@ -1,7 +1,7 @@
-"""Horovod process sets that come and go while training runs, made by a thread that is never the training thread.
+"""Horovod process sets, added and removed while training runs, by a thread other than the training thread.
 
-Every rank has to add and remove sets in one common order, member or not: a different order ends the job, so the
-coordinator's messages decide it and each rank's keeper follows them first in, first out.
+All ranks, members or not, have to add and remove sets in the same order: a different order ends the job. So the
+coordinator's messages determine the order, and each rank's keeper follows them first in, first out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Ranks = tuple[int, ...]
 
 # A member pays one blocking message to every other member per set and cycle, used or not.
 MAX_SETS = 16
-# Beyond this the leave-one-out sets of a static catalogue would cost more than they bring: n sets of n - 1 ranks.
+# With more ranks, the leave-one-out sets of a static catalogue (n sets of n - 1 ranks) cost more than they gain.
 _CATALOGUE_RANKS = 8
 
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
@@ -45,14 +45,14 @@ def _elastic() -> bool:
 
 
 def _dynamic() -> bool:
-    """Whether Horovod is set to allow dynamic sets; it reads the variable as an integer, above 0 for yes."""
+    """Whether Horovod is set to allow dynamic sets: it reads the variable as an integer, yes if above 0."""
     with contextlib.suppress(ValueError):
         return int(os.environ.get(_DYNAMIC, "0")) > 0
     return False
 
 
 def unavailable_reason() -> str | None:
-    """Why no process set can be used in this job, None where they can."""
+    """Return why no process set can be used in this job, None if they can."""
     present = patches.horovod_patches()
     if _elastic() and patches.SURVIVE_DEATH not in present:
         return (
@@ -74,7 +74,7 @@ def unavailable_reason() -> str | None:
 
 
 def static_catalogue(world_size: int) -> list[Ranks]:
-    """The sets made at the start where dynamic sets would cost too much: all ranks but one, for up to 8 ranks."""
+    """Return the sets made at the start if dynamic sets would cost too much: all ranks but one, for up to 8 ranks."""
     if not 2 <= world_size <= _CATALOGUE_RANKS:
         return []
     return list(itertools.combinations(range(world_size), world_size - 1))
@@ -83,15 +83,15 @@ def static_catalogue(world_size: int) -> list[Ranks]:
 def prepare_init(comm: Any, process_sets: Any) -> Any:
     """Make process sets possible in the Horovod that is about to be initialized.
 
-    Switches dynamic sets on where they cost nothing while nothing changes (patch 0004) and the user has not decided.
-    With another Horovod a few sets are made at the start, except under elastic training, whose resets lose them.
+    Switches dynamic sets on if they cost nothing while no set changes (patch 0004) and the user has not decided. With
+    another Horovod a few sets are made at the start, except in elastic training, whose resets lose them.
 
     Args:
         comm: As given to `init`.
         process_sets: As given to `init`.
 
     Returns:
-        What to hand to Horovod as `process_sets`.
+        The value for Horovod's argument `process_sets`.
     """
     if mpi_ops.is_initialized():
         return process_sets
@@ -103,7 +103,7 @@ def prepare_init(comm: Any, process_sets: Any) -> Any:
         return process_sets
     if patches.UNEVEN_HOSTS not in present and os.environ.get("HOROVOD_CROSS_SIZE", "1") != "1":
         return process_sets
-    world_size = int(os.environ.get("HOROVOD_SIZE", "1"))  # Set by the launcher; Horovod tells only afterwards.
+    world_size = int(os.environ.get("HOROVOD_SIZE", "1"))  # Set by the launcher; Horovod knows it only later.
     _static.update({ranks: ProcessSet(ranks) for ranks in static_catalogue(world_size)})
     return list(_static.values()) or None
 
@@ -114,14 +114,13 @@ def prepare_init(comm: Any, process_sets: Any) -> Any:
 class SetKeeper:
     """Adds and removes process sets in a thread of its own, in the order of the requests.
 
-    If a rank is late: an add or removal waits in this thread until every rank's keeper has come to it; the training
-    thread of a slow rank is not needed. Horovod offers no way to give up on one; its own
-    shutdown ends it.
+    If a rank is late: an add or removal waits in this thread until every rank's keeper has reached it; the training
+    thread of a slow rank is not needed. Horovod offers no way to cancel one; only Horovod's shutdown ends it.
 
     Args:
         world_size: Number of ranks.
-        on_done: Called in the keeper's thread after each add, with the ranks in ascending order and None, or why
-            there is no such set.
+        on_done: Called in the keeper's thread after each add, with the ranks in ascending order and None, or the reason
+            why there is no such set.
     """
 
     def __init__(self, world_size: int, on_done: Callable[[Ranks, str | None], None]) -> None:
@@ -141,7 +140,7 @@ class SetKeeper:
         self._thread.start()
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """End the thread; orders that were not begun are dropped. Waits for the present one, but no longer than this.
+        """End the thread: drop queued orders and wait for the current one, at most `deadline_s`.
 
         The sets stay: Horovod frees them when it shuts down.
         """
@@ -152,33 +151,33 @@ class SetKeeper:
                 logger.warning("a process set is still being changed after %g s: not all ranks followed", deadline_s)
 
     def add(self, ranks: Iterable[int]) -> None:
-        """Make a set, or find that it is there; returns at once, and `on_done` tells.
+        """Make a set unless it exists; return at once and report the result through `on_done`.
 
         Collective over all ranks of the job, not only the members, in the same order as other adds and removals.
         """
         self._orders.put(("add", tuple(ranks)))
 
     def remove(self, ranks: Iterable[int]) -> None:
-        """Remove a set that is not used any more; returns at once. Collective like `add`.
+        """Remove a set that is no longer used; return at once. Collective like `add`.
 
-        Tensors still queued on it fail. Does nothing where the set is unknown, the whole world, made at the start or by
-        the user. Nor under NCCL without the patch that has communicators go with their set: a later set with the same
+        Tensors still queued on it fail. Does nothing if the set is unknown, the whole world, or made at the start or by
+        the user; nor under NCCL without the patch that removes communicators with their set: a later set with the same
         number would get the ranks of the earlier one.
         """
         self._orders.put(("remove", tuple(ranks)))
 
     def get(self, ranks: Iterable[int]) -> ProcessSet | None:
-        """The set with these ranks, None if there is none yet."""
+        """Return the set with these ranks, None if there is none yet."""
         key = tuple(sorted(ranks))
         return global_process_set if key == self._world else self._sets.get(key)
 
     def unavailable_reason(self) -> str | None:
-        """Why no set can be used in this job, None where they can."""
+        """Return why no set can be used in this job, None if they can."""
         return unavailable_reason()
 
     @property
     def made(self) -> frozenset[Ranks]:
-        """The ranks of all sets there are, the world's left out."""
+        """The ranks of all existing sets except the whole world."""
         return frozenset(self._sets)
 
     # ---- the keeper's thread ----------------------------------------------------------------------------------
@@ -199,7 +198,7 @@ class SetKeeper:
             logger.exception("telling about process set %s failed", ranks)
 
     def _add(self, given: Ranks) -> str | None:
-        """Make the set. Every way out of here is the same on all ranks, or else Horovod would wait for ever."""
+        """Make the set. All ranks must leave this function the same way, or Horovod would wait forever."""
         bad = [rank for rank in given if not 0 <= rank < self._world_size]
         if bad or not given or len(set(given)) != len(given):  # Horovod's library would end the process.
             return f"got the ranks {list(given)}; expected different ranks of 0..{self._world_size - 1}"
@@ -229,12 +228,12 @@ class SetKeeper:
         try:
             if not remove_process_set(gone):
                 logger.warning("Horovod knows no process set %s to remove", list(ranks))
-        except Exception as error:  # Whatever it is, the orders after it have to be carried out.
+        except Exception as error:  # Whatever it is, later orders must still be carried out.
             logger.warning("process set %s was not removed: %s", list(ranks), error)
 
 
 def _make(ranks: Ranks) -> tuple[ProcessSet, bool]:
-    """Add a set to Horovod, or find the one that the user added. Returns it and whether it is ours."""
+    """Add a set to Horovod, or find the one that the user added; return it and whether it is ours."""
     made = ProcessSet(ranks)
     try:
         return add_process_set(made), True

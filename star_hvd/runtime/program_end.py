@@ -1,9 +1,9 @@
-"""How the user's program ended: finished, or by an error that has to end the job as under plain Horovod.
+"""How the user's program ended: finished, or with an error that must end the job as under plain Horovod.
 
-A rank that has finished waits for the others and helps them; one that failed must not. An exception tells
-`sys.excepthook`. A `SystemExit` calls none, so `sys.exit`, `exit` and `quit` are watched, and for one that was raised
-by hand the place is looked at where the main module was left: an exception out of a call is an exit in the middle,
-while a module that ends with `raise SystemExit(main())` has come to its end.
+A rank that has finished waits for the others and contributes to their steps; one that failed must not. Exceptions reach
+`sys.excepthook`. A `SystemExit` does not, so `sys.exit`, `exit` and `quit` are wrapped. For a `SystemExit` raised by
+hand, the instruction at which the main module was left is examined: an exception out of a call is an exit in the
+middle, while a module that ends with `raise SystemExit(main())` has finished.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ __all__ = ["failed", "forget", "watch"]
 
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RESUME")
 
-_failed: bool | None = None  # None as long as nothing was said.
-_module: FrameType | None = None  # Of the main program.
+_failed: bool | None = None  # None while unknown.
+_module: FrameType | None = None  # Frame of the main module.
 
 
 def watch() -> None:
-    """Begin to watch; on the main thread, from inside the user's program."""
+    """Start watching; call it on the main thread, from inside the user's program."""
     global _module
     if threading.current_thread() is threading.main_thread():
         _module = _main_frame() or _module
-    if _before:  # Once: a hook that replaced it calls it.
+    if _before:  # Only once; a hook set later calls ours.
         return
     _before["hook"], sys.excepthook = sys.excepthook, _on_error
     for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
@@ -38,14 +38,14 @@ def watch() -> None:
 
 
 def failed() -> bool:
-    """Whether the program has ended by an error; asked at the interpreter's end, or by `shutdown` before that."""
+    """Whether the program ended with an error; called at interpreter exit, or earlier by `shutdown`."""
     if _failed is not None:
         return _failed
     return _module is not None and _left(_module) and dis.opname[_module.f_code.co_code[_module.f_lasti]] not in _ENDS
 
 
 def forget() -> None:
-    """Whatever was seen was of another process, of which this is a copy."""
+    """Forget what was noted, in a forked child: it concerns the parent."""
     global _failed, _module
     _failed, _module = None, None
 
@@ -60,7 +60,7 @@ def _on_error(kind: type[BaseException], error: BaseException, trace: Any) -> No
 
 
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which raises SystemExit, but with its status noted."""
+    """Wrap `function`, which raises SystemExit, so that its status is noted."""
 
     def leave(status: Any = None) -> Any:
         global _failed
@@ -81,7 +81,7 @@ def _main_frame() -> FrameType | None:
 
 
 def _left(module: FrameType) -> bool:
-    """Whether the main module runs no more."""
+    """Whether the main module is no longer running."""
     frame: FrameType | None = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         if frame is module:

@@ -1,4 +1,4 @@
-"""What a process has once: channel, agent, coordinator on rank 0, and the drivers of its optimizers."""
+"""The objects that exist once per process: channel, agent, coordinator on rank 0, and the optimizers' drivers."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ _current: Runtime | None = None
 
 
 def current() -> Runtime | None:
-    """The running runtime of this process, if any."""
+    """Return the running runtime of this process, None if there is none."""
     return _current
 
 
 def ensure(config: Config | None = None) -> Runtime:
-    """The running runtime, started when there is none. Collective: all ranks call it at the same point.
+    """Return the running runtime; start one if there is none. Collective: all ranks call it at the same point.
 
     Raises:
         StarError: Horovod is not initialized.
@@ -99,14 +99,14 @@ def ensure(config: Config | None = None) -> Runtime:
         _current = Runtime(config or Config())
         try:
             _current.start()
-        except BaseException:  # A further rank was lost while the ranks met: nothing half made is left behind.
+        except BaseException:  # Another rank was lost while the ranks met: leave nothing half initialized.
             on_reset()
             raise
     return _current
 
 
 def on_reset() -> None:
-    """Forget the runtime of a world that is gone (elastic): its sockets and threads are closed, nothing is awaited."""
+    """Stop the runtime of a world that is gone (elastic), without waiting for other ranks."""
     global _current
     if _current is not None:
         _current.stop(drain=False)
@@ -114,7 +114,7 @@ def on_reset() -> None:
 
 
 def shutdown() -> None:
-    """Wait until all ranks have finished, helping those that have not, then stop."""
+    """Wait until all ranks have finished, contributing to the steps of those that have not; then stop."""
     global _current
     if _current is not None:
         _current.stop(drain=not program_end.failed())
@@ -135,7 +135,7 @@ class Runtime:
     """
 
     def __init__(self, config: Config) -> None:
-        # Here, on every rank: a name that is none must end the job, not only what rank 0's coordinator does.
+        # Read here, on every rank: an invalid name must end the job, not only rank 0's coordinator.
         chosen = {"policy": env.policy(), "least_quorum": env.least_quorum(), "encryption": env.encryption()}
         changes: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
         self.config = dataclasses.replace(config, **changes)
@@ -146,17 +146,17 @@ class Runtime:
         self.drivers: dict[int, StepDriver] = {}
         self.asked = AskedPlans(self.world_size, self.config.max_batch)
         self.batch_weights: list[float] = []
-        self.in_hand: MicrobatchInHand | None = None  # What optimizers accumulate the gradient of at present.
+        self.in_hand: MicrobatchInHand | None = None  # The micro-batch whose gradient is being accumulated.
         self.memory = MemoryLimits(self.config.max_batch)
-        self.steps_ended = 0  # How often the gradients of a step were collected, of all optimizers.
-        self._weighed = math.nan  # Weight of the latest batch that the user gave, NaN without.
+        self.steps_ended = 0  # How often the gradients of a step were collected, over all optimizers.
+        self._weighed = math.nan  # Weight of the latest batch as given by the user, NaN if not given.
         self._had_shares = False
         self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
         self.agent: Agent
         self.client: CoordinatorClient
         self.tensors: TensorServer
         self.services: ModeServices
-        self.run_name = ""  # Of the run log, equal on all ranks.
+        self.run_name = ""  # Name of the run log, equal on all ranks.
         self._folder: PrivateFolder | None = None
         self._ranker: ModelLoader | None = None
         self._machine = MachineNotes(
@@ -190,7 +190,7 @@ class Runtime:
         peers, self.run_name = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
         self.keyring.admit(peers)
         self._departures = Departures(peers)
-        # A connection refused because its key is not known yet is never tried again: all ranks admit, then connect.
+        # A connection refused because its key is not known yet is never retried, so all ranks admit, then connect.
         mpi_ops.barrier()
         if control is not None:
             hosts = [peer.host for peer in peers]
@@ -217,7 +217,7 @@ class Runtime:
         _install_exit_hooks()
 
     def _data_server(self, host: str, *, single_host: bool) -> tuple[Any, str, int, str]:
-        """The socket for tensors, where parameter servers of this rank listen, and the socket's port or path."""
+        """Return the tensor socket, the host or folder where this rank's servers listen, the socket's port and path."""
         if self.config.encryption == "network" and single_host:
             self._folder = _shared_folder(wanted=host == "127.0.0.1")
         if self._folder is not None:
@@ -227,7 +227,7 @@ class Runtime:
         return router, host, port, ""
 
     def new_driver(self) -> StepDriver:
-        """A driver for the next optimizer; optimizers must be made in the same order on all ranks."""
+        """Return a driver for the next optimizer; all ranks must create optimizers in the same order."""
         for driver in [driver for driver in self.drivers.values() if driver.over]:
             self._end(driver)
         self._next_engine += 1
@@ -243,9 +243,9 @@ class Runtime:
     def attach(
         self, driver: StepDriver, engine: StepEngine, initial: Plan, plan: Plan | None, *, exact: bool = False
     ) -> None:
-        """Start an optimizer's engine and register it: its first plan, and what the user asked for."""
+        """Start an optimizer's engine and register it with its first plan and the plan the user asked for."""
         if driver.number > 0:
-            gc.collect()  # The parts of an optimizer that was closed refer to each other, and hold its buffers.
+            gc.collect()  # The parts of a closed optimizer refer to each other and hold its buffers.
         self.drivers[driver.number] = driver
         if plan is not None:
             self.asked.add(driver.number, plan)
@@ -262,23 +262,26 @@ class Runtime:
         reporter.log.start()
         self._machine.start(self.run_name, gpu_identity(engine.applier.optimizer))
         size = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets)
-        # What is clipped, or on a device, is pushed as a whole.
+        # Gradients that are clipped, or on a device, are pushed as a whole.
         whole = engine.applier.max_grad_norm is not None or bool(engine.streams.devices)
         last = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets[-1:])
         edge_part = 1.0 if whole or not size else last / size
         self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size, exact, edge_part))
 
     def detach(self, driver: StepDriver) -> None:
-        """End an optimizer's work. Collective: waits until all ranks are here, helping those that still train."""
+        """End an optimizer's work.
+
+        Collective: waits until all ranks are here; until then this rank's helper contributes to the others' steps.
+        """
         with self.meeting(messages.CLOSE, out_of_data=True):
             driver.shutdown()
-            # A rank that runs a server keeps it until the last group has had its last answer.
+            # A rank that runs a server keeps it until all groups have received their last answers.
             self.client.await_all("the last answers of an optimizer's servers", self.config.step_deadline_s)
         self._end(driver)
         self.agent.send(messages.Unregister(driver.number))
 
     def _end(self, driver: StepDriver) -> None:
-        """Let go of an optimizer for which no rank waits any more."""
+        """Release an optimizer that no rank waits for any more."""
         self.drivers.pop(driver.number, None)
         self.asked.forget(driver.number)
         self._had_dropped |= driver.dropped
@@ -288,42 +291,42 @@ class Runtime:
         _close_log(driver)
 
     def note_step(self) -> None:
-        """The calling thread has collected the gradients of a step: it is the one that trains."""
+        """Note that the calling thread, which is the one that trains, has collected the gradients of a step."""
         self.steps_ended += 1
         self._meetings.note_training_thread()
 
     @property
     def trains(self) -> bool:
-        """Whether there is an optimizer, or was one that ended by being dropped, which ranks learn one by one."""
+        """Whether there is an optimizer, or was one that was dropped; ranks learn of a drop at different times."""
         return bool(self.drivers) or self._had_dropped
 
     @property
     def mixed(self) -> bool:
-        """Whether ranks may be at different steps, as all of them know after the same one of their own."""
+        """Whether ranks may be at different steps; all of them learn this after the same step."""
         return self._had_mixed or any(driver.engine.agreement.mixed for driver in list(self.drivers.values()))
 
     # ---- the training thread is inactive ------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def inactive(self, reason: str, *, out_of_data: bool = True) -> Iterator[None]:
-        """The calling thread delivers no gradients inside the block; others go on without waiting for it.
+        """Deliver no gradients inside the block, and tell the other ranks so that they do not wait for this one.
 
         Args:
             reason: For the log.
-            out_of_data: There is nothing to train on for now. False inside a collective of the user's.
+            out_of_data: Whether there is no data to train on for now. False inside a collective of the user's.
         """
         with self._meetings.inactive(reason, out_of_data=out_of_data):
             yield
 
     @contextlib.contextmanager
     def meeting(self, reason: str, *, out_of_data: bool = False) -> Iterator[None]:
-        """Inactive, with all ranks: inside the block all replicas are the same, at the furthest step.
+        """Meet all ranks, inactive: inside the block all replicas are equal, at the furthest step.
 
-        Collective. Ranks in the middle of a step take part and stay as they are. Inside another such time, and in
-        threads that do not train, it is no more than that.
+        Collective. Ranks in the middle of a step take part and keep their state. Inside another inactive block, and in
+        threads that do not train, it is the same as `inactive`.
 
         Raises:
-            DeadlineError: Not all ranks came, or they did not get to one step, within `step_deadline_s`.
+            DeadlineError: Not all ranks came, or they did not reach one step, within `step_deadline_s`.
         """
         with self._meetings.meeting(reason, self.config.step_deadline_s, out_of_data=out_of_data):
             yield
@@ -343,41 +346,41 @@ class Runtime:
             driver.catch_up()
 
     def note_batch(self, weight: float, input_s: float) -> None:
-        """The loader hands out a batch: its weight, and how long the training thread waited for it."""
+        """Note a batch that the loader hands out: its weight, and how long the training thread waited for it."""
         self.batch_weights = [*self.batch_weights[-63:], weight]
         self._weighed = math.nan
         for driver in self.drivers.values():
             driver.timer.add_input(input_s)
 
     def weigh(self, count: float) -> None:
-        """The loss of the present batch, or micro-batch, is a mean over `count` things."""
+        """Note that the loss of the current batch, or micro-batch, is a mean over `count` items."""
         if self.in_hand is not None:
             self.in_hand.weigh(count)
         else:
             self._weighed = count / (self.reference_samples or 1.0)
 
     def steps_made(self) -> int:
-        """Steps the parameters here have had, of the first optimizer; -1 where ranks do not count them alike."""
+        """Return the step of this rank's parameters, for the first optimizer; -1 if ranks do not count steps alike."""
         for driver in list(self.drivers.values()):
             if not driver.dropped:
                 return driver.steps if driver.active_mode is None else -1
         return -1
 
     def steps_begun(self) -> list[int]:
-        """First steps that are not wholly submitted here, of the optimizers that are in use."""
+        """Return, for each optimizer in use, the first step that this rank has not wholly submitted."""
         return [driver.engine.next_step for driver in list(self.drivers.values()) if not driver.dropped]
 
     def await_devices(self) -> None:
-        """Wait until the devices have done what the training thread, which calls this, has queued.
+        """Wait until the devices have finished the kernels queued by the training thread, which calls this.
 
         Raises:
-            DeadlineError: They have not within `step_deadline_s`.
+            DeadlineError: They have not finished within `step_deadline_s`.
         """
         for driver in list(self.drivers.values()):
             driver.engine.streams.await_host(self.config.step_deadline_s)
 
     def batch_delivered(self, loader: int, index: int) -> bool:
-        """A batch of a loader is given to the training loop. Whether it is the first one since batches differ."""
+        """Note a batch handed to the training loop; return whether it is the first one since batch sizes differ."""
         sizes = self.client.batch_sizes(loader)
         sizes.delivered(index)
         first = sizes.uneven and not self._had_shares
@@ -385,21 +388,23 @@ class Runtime:
         return first
 
     def _first_step(self) -> int:
-        """The step of the first optimizer: what batches of a loader are counted by."""
+        """Return the step of the first optimizer, by which a loader's batches are counted."""
         return next((driver.steps for driver in list(self.drivers.values())), 0)
 
     def _most_samples(self, loader: int) -> int:
-        """Most samples in a batch of a loader, see `MemoryLimits`; 0 where unknown."""
+        """Return the maximum samples in a batch of a loader, see `MemoryLimits`; 0 if unknown."""
         largest = round(max(list(self.batch_weights), default=0.0) * self.reference_samples)
         buckets = [bucket for driver in list(self.drivers.values()) for bucket in driver.engine.applier.buckets]
         return self.memory.most(loader, largest, buckets[0].flat.device if buckets else None)
 
     def most_in_pass(self, loader: int, batch: int) -> int:
-        """Most samples in a pass over micro-batches of a loader: what fits in memory, a batch where that is not known.
+        """Return the maximum samples in a pass over micro-batches of a loader.
+
+        That is `Config.max_batch` if set, else two batches on a CPU, else what fits in memory, but at least a batch.
 
         Args:
             loader: Number of the loader.
-            batch: Samples of a rank in a step, as the user gave it.
+            batch: Samples of a rank in a step, as given by the user.
         """
         if self.config.max_batch:
             return self.config.max_batch
@@ -409,7 +414,7 @@ class Runtime:
         return max(batch, self._most_samples(loader))
 
     def batch_weight(self, passes: int) -> float:
-        """Weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
+        """Return the weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
         if not math.isnan(self._weighed):
             return self._weighed
         recent = self.batch_weights[-passes:]
@@ -424,13 +429,13 @@ class Runtime:
                 raise driver.failure
 
     def _raise_what_ends_waits(self) -> None:
-        """While other ranks are waited for outside Horovod, which would notice their death only in a collective."""
+        """Raise what makes a wait for other ranks pointless; outside collectives Horovod does not notice dead ranks."""
         self.raise_failure()
         unheard = time.monotonic() - self.agent.last_heard_s > self.config.absent_after_s
         self._departures.check((0,) if unheard and self.rank else ())
 
     def _thread_died(self, name: str, error: Exception) -> None:
-        """A thread of this process ended that training cannot go on without: the training thread raises it."""
+        """Make the training thread raise the error that ended a critical thread of this process."""
         kind = ChannelError if isinstance(error, (ChannelError, OSError, zmq.ZMQError)) else StarError
         self.thread_failure = kind(
             f"rank {self.rank} cannot go on: its thread {name} ended by {type(error).__name__}: {error}"
@@ -441,7 +446,7 @@ class Runtime:
                 driver.active_mode.wake()
 
     def diagnose(self) -> str:
-        """Which rank is gone, as far as signs of life show. Waits a moment for the silence to show."""
+        """Return a sentence on which ranks give no sign of life. Waits a moment so that silence becomes noticeable."""
         time.sleep(2.5 * self.config.heartbeat_s)
         silent_for_s = 2.0 * self.config.heartbeat_s
         if self.coordinator is None:
@@ -469,7 +474,7 @@ class Runtime:
         if drain and not any(d.failure for d in self.drivers.values()):
             try:
                 self.finish_steps()
-            except Exception as error:  # Whatever stopped a step, the threads and sockets still have to end.
+            except Exception as error:  # Whatever stopped a step, threads and sockets still have to be closed.
                 logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
         self._stopped = True
         self._unwatch_threads()
@@ -480,7 +485,7 @@ class Runtime:
             _close_log(driver)
         if drain and self.rank == 0 and self._next_engine:
             check_curves(self._curves)
-        if hasattr(self, "services"):  # The world may have broken while it was being started.
+        if hasattr(self, "services"):  # `start` may have failed halfway.
             self.services.stop()
         self._machine.stop(0.5)
         for name in ("agent", "tensors"):
@@ -514,7 +519,7 @@ class Runtime:
         # Parameters read after `shutdown` are those of the last step, the same on every rank.
         try:
             self._meetings.meet("shutdown", self.config.control_deadline_s, out_of_data=True)
-        except Exception as error:  # Whatever stopped an engine, the threads and sockets still have to end.
+        except Exception as error:  # Whatever stopped an engine, threads and sockets still have to be closed.
             logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
 
     # ---- agent thread ---------------------------------------------------------------------------------------
@@ -546,7 +551,7 @@ class Runtime:
         if driver is None:
             return None
         if driver.engine.inactive and not state_too:
-            min_step = 0  # A child goes on with what is here: nothing newer comes while no rank trains.
+            min_step = 0  # A child continues with this state: nothing newer comes while no rank trains.
         with driver.engine.streams.own():
             return driver.engine.replica.snapshot(min_step, state_too=state_too)
 
@@ -567,15 +572,15 @@ class Runtime:
 
 
 def _shared_folder(*, wanted: bool) -> PrivateFolder | None:
-    """A folder for this rank's Unix sockets; None, on all ranks, where not all of them reach each other's. Collective.
+    """Return a folder for this rank's Unix sockets; None, on all ranks, if not all reach each other's. Collective.
 
     Args:
-        wanted: Whether this rank is to use one. With addresses of the user's own, of network namespaces for example,
-            ranks of one host are to use those.
+        wanted: Whether this rank should use one. If the user set addresses, of network namespaces for example, ranks of
+            one host use these instead.
     """
     folder = PrivateFolder()
     folders = allgather_object((wanted, str(folder.path)), name="star.folders")
-    # In containers ranks may share a host's name and address, and no files.
+    # In containers, ranks may share a host's name and address but no files.
     reached = all(each and PrivateFolder.is_own(path) for each, path in folders)
     if all(allgather_object(reached, name="star.reached")):
         return folder
@@ -593,7 +598,7 @@ _hooks_installed = False
 
 
 def _install_exit_hooks() -> None:
-    """Finish before Horovod's own exit handler does, which would end the other ranks' steps."""
+    """Run `shutdown` before Horovod's own exit handler, which would end the other ranks' steps."""
     global _hooks_installed
     program_end.watch()
     if not _hooks_installed:
@@ -603,8 +608,8 @@ def _install_exit_hooks() -> None:
 
 
 def _forget_parent() -> None:
-    """In a child made by fork: the runtime is the parent's, whose threads, sockets and servers go on there."""
+    """Forget the runtime in a forked child: its threads, sockets and servers remain the parent's."""
     global _current
     _current = None
     program_end.forget()
-    atexit.unregister(mpi_ops._basics.shutdown)  # Horovod would wait for a thread that is not there, for ever.
+    atexit.unregister(mpi_ops._basics.shutdown)  # Horovod would wait forever for a thread that the child lacks.

@@ -1,7 +1,7 @@
-"""The parameter servers that this rank runs, and its connections to all servers, for every optimizer.
+"""The parameter server that this rank runs, and its connections to all servers, for every optimizer.
 
-A session lasts from entering a mode of servers to leaving it; its number is the `plan_id` of the plan that
-began it. Server processes stay for the next one.
+A session lasts from entering a mode with servers to leaving it; its number is the `plan_id` of the plan that started
+it. Server processes are kept for the next session.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Session:
     endpoints: list[Endpoint]
     layout: Layout
     spec: OptimizerSpec
-    begun: bool = False  # Whether its plan came into force, on this rank's training thread or past it: many do not.
+    begun: bool = False  # Whether its plan came into force, also if past this rank's training thread; many never do.
 
 
 class ServerSessions:
@@ -71,7 +71,7 @@ class ServerSessions:
         self._sessions: dict[int, list[_Session]] = {}
         self._serves: dict[tuple[int, int], int] = {}  # (optimizer, plan_id) -> session
         self._absent: frozenset[int] = frozenset()
-        self._given_up: dict[int, int] = {}  # Per optimizer, the last plan that nothing waits for any more.
+        self._given_up: dict[int, int] = {}  # Per optimizer, the last `plan_id` that nothing waits for any more.
         self._stopped = False
 
     def stop(self) -> None:
@@ -87,23 +87,23 @@ class ServerSessions:
 
     @property
     def server(self) -> ServerProcess:
-        """This rank's server process, which may not have been started."""
+        """This rank's server process, which may not have been started yet."""
         return self._process
 
     def open_sessions(self, optimizer_id: int) -> list[int]:
-        """Numbers of an optimizer's sessions with connections, oldest first."""
+        """Return the numbers of an optimizer's sessions with connections, oldest first."""
         with self._changed:
             return [each.number for each in self._sessions.get(optimizer_id, [])]
 
     def known_plans(self, optimizer_id: int) -> set[int]:
-        """Ids of an optimizer's plans of which anything is kept: a session, or where its servers are."""
+        """Return the ids of an optimizer's plans for which anything is kept: a session, or its servers' addresses."""
         with self._changed:
             return {plan for known in (self._found, self._serves) for key, plan in known if key == optimizer_id}
 
     # ---- getting ready, in the preparer's thread ------------------------------------------------------------------
 
     def prepare(self, optimizer_id: int, plan: Plan) -> str | None:
-        """Start this rank's server where the plan wants one, learn where all are, connect.
+        """Start this rank's server if the plan needs one, wait for the addresses of all servers, and connect.
 
         Returns:
             Why the plan cannot be carried out here, or None.
@@ -111,7 +111,7 @@ class ServerSessions:
         driver = self._drivers.get(optimizer_id)
         if driver is None:  # It was closed while its plan was in the queue.
             return f"optimizer {optimizer_id} has ended"
-        if driver.engine.plan.family == plan.family == "ps":  # The same servers go on under another rule.
+        if driver.engine.plan.family == plan.family == "ps":  # The same servers continue under another rule.
             with self._changed:
                 self._serves[optimizer_id, plan.plan_id] = self._session_of(optimizer_id, driver.engine.plan).number
             return None
@@ -138,19 +138,19 @@ class ServerSessions:
         return None
 
     def _tidy(self, optimizer_id: int, active: Plan) -> None:
-        """Close an optimizer's sessions that are over, or were never begun because their plan was abandoned."""
+        """Close an optimizer's sessions that are over, or whose plan was abandoned before it came into force."""
         with self._changed:
             live = self._serves.get((optimizer_id, active.plan_id))
             kept = self._sessions.get(optimizer_id, [])
             past = [each for each in kept if each.number <= active.plan_id and each.number != live]
             begun = [each for each in past if each.begun]
-            # The last one may still be asked for its last state; in another mode that is the last but one.
+            # Ended sessions may still be asked for their final state: keep the last, in modes without servers two.
             old = [each for each in past if not each.begun] + begun[: -1 if live is not None else -2]
             self._sessions[optimizer_id] = [each for each in kept if each not in old]
         self._close(optimizer_id, old)
 
     def forget(self, optimizer_id: int) -> None:
-        """An optimizer is closed on all ranks: let go of its connections and of its shards on this rank's server."""
+        """Release the connections of an optimizer closed on all ranks, and its shards on this rank's server."""
         with self._changed:
             sessions = self._sessions.pop(optimizer_id, [])
             for known in (self._found, self._serves):
@@ -164,19 +164,19 @@ class ServerSessions:
             self._process.close(optimizer_id, session.number)
 
     def give_up(self, optimizer_id: int, plan_id: int) -> None:
-        """A plan is given up: what prepares it, or an earlier one, stops waiting."""
+        """Give up a plan: the preparation of it, or of an earlier one, stops waiting."""
         with self._changed:
             self._given_up[optimizer_id] = max(plan_id, self._given_up.get(optimizer_id, -1))
             self._changed.notify_all()
 
     def warm(self) -> None:
-        """Start this rank's server before any plan wants it."""
+        """Start this rank's server before any plan needs it."""
         if not self._stopped:
-            with contextlib.suppress(DeadlineError):  # A plan that wants it tries again, and reports.
+            with contextlib.suppress(DeadlineError):  # A plan that needs it tries again and reports a failure.
                 self._process.ensure(self._config.plan_deadline_s)
 
     def _connect(self, client: Client, optimizer_id: int, plan: Plan) -> list[Endpoint]:
-        """Learn where all servers are, start; their endpoints."""
+        """Wait for the endpoints of all servers, start the client, and return the endpoints."""
         try:
             endpoints = self._await_endpoints(optimizer_id, plan)
         except DeadlineError:
@@ -205,7 +205,7 @@ class ServerSessions:
     # ---- orders, in the agent's thread ------------------------------------------------------------------------------
 
     def on_message(self, message: Message) -> None:
-        """An order of the coordinator."""
+        """Handle an order of the coordinator."""
         if isinstance(message, Servers):
             parts = message.addresses
             endpoints = [
@@ -241,13 +241,13 @@ class ServerSessions:
                     self._process.member(engine, rank, "present" if present else "absent")
 
     def _leads(self, optimizer_id: int) -> bool:
-        """Whether this rank runs the first server of an optimizer's present session, which orders the updates."""
+        """Whether this rank runs the first server of an optimizer's current session, which orders the updates."""
         with contextlib.suppress(StarError):
             return self._session_of(optimizer_id, self._drivers[optimizer_id].engine.plan).plan.servers[0] == self._rank
         return False
 
     def _session_of(self, optimizer_id: int, plan: Plan) -> _Session:
-        """The session that serves a plan."""
+        """Return the session that serves a plan."""
         with self._changed:
             number = self._serves.get((optimizer_id, plan.plan_id))
             for session in self._sessions.get(optimizer_id, []):
@@ -256,7 +256,7 @@ class ServerSessions:
         raise StarError(f"{plan.label} has no servers here: its plan was never prepared")
 
     def end(self, optimizer_id: int, plan: Plan, new: Plan) -> None:
-        """All ranks are ready to go on to `new`: change the servers' rule, or let them make their last update."""
+        """Change the servers' rule, or let them make their last update, as all ranks are ready to switch to `new`."""
         session = self._session_of(optimizer_id, plan)
         if session.plan.servers[0] != self._rank:
             return
@@ -266,28 +266,28 @@ class ServerSessions:
             self._process.cut(optimizer_id, new.plan_id)
 
     def session_number(self, optimizer_id: int, plan: Plan) -> int:
-        """The session that a prepared plan begins or continues."""
+        """Return the session that a prepared plan starts or continues."""
         return self._serves[optimizer_id, plan.plan_id]
 
     def same_session(self, optimizer_id: int, one: Plan, other: Plan) -> bool:
-        """Whether two plans are served by the same servers without an end between them."""
+        """Whether two plans belong to the same session of servers."""
         with self._changed:
             numbers = [self._serves.get((optimizer_id, plan.plan_id), -1 - i) for i, plan in enumerate((one, other))]
         return numbers[0] == numbers[1]
 
     def begun(self, optimizer_id: int, plan: Plan) -> None:
-        """A plan is in force: with its servers may lie, one day, the only state there is."""
+        """Note that a plan is in force, so that its session is kept: its servers may come to hold the only state."""
         with contextlib.suppress(StarError):
             self._session_of(optimizer_id, plan).begun = True
 
     # ---- for the training thread --------------------------------------------------------------------------------
 
     def client(self, optimizer_id: int, plan: Plan) -> Client:
-        """The connection to the servers of a plan, which begins, or goes on, with it."""
+        """Return the connection to the servers of a plan, new or continued from the plan before."""
         return self._session_of(optimizer_id, plan).client
 
     def seed(self, optimizer_id: int, plan: Plan, snapshot: Snapshot) -> None:
-        """Open this rank's shard with the state in which the plan begins."""
+        """Open this rank's shard with the state with which the plan starts."""
         session = self._session_of(optimizer_id, plan)
         index = plan.servers.index(self._rank)
         self._process.open(
@@ -295,13 +295,13 @@ class ServerSessions:
         )
         self._process.seed(optimizer_id, session.number, snapshot)
         if index == 0:
-            for rank in self._absent - {self._rank}:  # Announced while nothing was open.
+            for rank in self._absent - {self._rank}:  # Reported absent while no shard was open.
                 self._process.member(optimizer_id, rank, "absent")
-                if rank not in self._absent:  # Back in this very moment: its own word may have been overtaken.
+                if rank not in self._absent:  # It just came back, and its "present" may have been sent before this.
                     self._process.member(optimizer_id, rank, "present")
 
     def final_state(self, optimizer_id: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
-        """The state with which the servers of a plan ended at `version`, None where it is not to be had any more."""
+        """Return the state with which a plan's servers ended at `version`, None if it is no longer available."""
         with contextlib.suppress(ChannelError, DeadlineError, StarError):
             snapshot = self._session_of(optimizer_id, plan).client.state(deadline_s)
             if snapshot.step == version:

@@ -1,8 +1,8 @@
 """Processors that a host has left for one more process: idle time of the usable ones, within the CPU quota.
 
-An idle processor counts for less where tasks of this process's control group wait nevertheless (pressure stall
-information): the wait shows that the idle time comes in pieces too short, or on processors too far, to be used. The
-pressure of the whole host says nothing here: on many processors some task waits nearly always.
+An idle processor counts less if tasks of this process's control group wait nevertheless (pressure stall information):
+this shows that the idle time comes in pieces too short, or on processors too far away, to be used. The pressure of the
+whole host is no indication: with many processors some task waits nearly always.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _IDLE, _USED = "idle_cores", "quota_used_cores"  # Counters in processor seconds
 
 
 def usable_cpus() -> frozenset[int]:
-    """The processors that this process may run on."""
+    """Return the processors that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def idle_seconds(stat: str, cpus: Iterable[int], *, yielding: bool = False) -> float:
-    """Idle time of some processors since the start of the machine, from the text of `/proc/stat`.
+    """Return the idle time of some processors since the machine's start, from the text of `/proc/stat`.
 
     Args:
         stat: The text.
         cpus: Numbers of the processors.
-        yielding: Whether time of niced processes counts as idle: they yield to one that is not.
+        yielding: Whether time of niced processes counts as idle, since they yield to others.
 
     Raises:
-        ValueError: The text has none of them.
+        ValueError: The text contains none of these processors.
     """
     wanted = {f"cpu{number}" for number in cpus}
     # cpu0 user nice system idle iowait irq softirq steal guest guest_nice
@@ -48,7 +48,7 @@ def idle_seconds(stat: str, cpus: Iterable[int], *, yielding: bool = False) -> f
 
 
 def quota_cores(cgroup: Path) -> float:
-    """CPU quota of a control group in processors, infinite without one: `cpu.max`, or the files of version 1."""
+    """Return a control group's CPU quota in processors, infinite without one: `cpu.max`, or the files of version 1."""
     with contextlib.suppress(OSError):
         quota, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
         return math.inf if quota == "max" else float(quota) / float(period)
@@ -56,11 +56,11 @@ def quota_cores(cgroup: Path) -> float:
     return math.inf if quota_us <= 0.0 else quota_us / float((cgroup / "cpu.cfs_period_us").read_text(encoding="ascii"))
 
 
-_LIMITS_EVERY = 16  # Samples between two looks for the group that limits.
+_LIMITS_EVERY = 16  # Samples between two searches for the limiting group.
 
 
 def limiting(cgroup: Path) -> Path:
-    """The control group whose quota limits one: itself, or the group above it with a smaller quota."""
+    """Return the control group whose quota limits this one: itself, or a group above it with a smaller quota."""
     found, least = cgroup, math.inf
     for place in (cgroup, *cgroup.parents):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
@@ -73,9 +73,9 @@ class CpuHeadroom:
     """Idle processors of this process's host, as counters and from their rates.
 
     Args:
-        cgroup: Control group of this process, None where there is none.
+        cgroup: Control group of this process, None if there is none.
         stat: The file with the processors' times.
-        cpus: Gives the processors that this process may run on.
+        cpus: Returns the processors that this process may run on.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class CpuHeadroom:
         self._limiting, self._samples = cgroup, 0
 
     def counters(self) -> dict[str, float]:
-        """Counters whose rates `free_cores` takes; those that cannot be read are missing."""
+        """Return the counters whose rates `free_cores` takes; those that cannot be read are missing."""
         found = {}
         with contextlib.suppress(OSError, ValueError, IndexError):
             text = self._stat.read_text(encoding="ascii")
             found[_IDLE] = idle_seconds(text, self._cpus(), yielding=os.nice(0) < 1)
         if self._cgroup is not None and self._limiting is not None:
-            if self._samples % _LIMITS_EVERY == 0:  # Quotas hardly ever change, and every group above costs a file.
+            if self._samples % _LIMITS_EVERY == 0:  # Quotas hardly ever change, and each group means reading a file.
                 self._limiting = limiting(self._cgroup)
             self._samples += 1
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -99,10 +99,10 @@ class CpuHeadroom:
         return found
 
     def free_cores(self, rates: dict[str, float]) -> float:
-        """Processors left for another process, NaN where unknown; takes its own rates out of `rates`.
+        """Return the processors left for another process, NaN if unknown; removes its own rates from `rates`.
 
         Args:
-            rates: Rates of all counters of a sample, pressure among them.
+            rates: Rates of all counters of a sample, including pressure.
         """
         idle, used = rates.pop(_IDLE, math.nan), rates.pop(_USED, math.nan)
         left = math.nan
@@ -118,7 +118,7 @@ class CpuHeadroom:
 
 
 def _used_seconds(cgroup: Path) -> float:
-    """CPU time used by a control group; version 1 may count it in a hierarchy of its own."""
+    """Return the CPU time used by a control group; version 1 may count it in a separate hierarchy."""
     for place in (cgroup, Path(str(cgroup).replace("/cpu/", "/cpuacct/", 1))):
         with contextlib.suppress(OSError):
             return 1e-9 * float((place / "cpuacct.usage").read_text(encoding="ascii"))

@@ -1,8 +1,8 @@
-"""Jobs of one user on one host find each other through a directory with one small file per rank, and no daemon.
+"""Lets jobs of one user on one host find each other through a directory with one small file per rank, and no daemon.
 
-Every rank writes what it uses and how long it waits for others, once per second, and reads what the ranks of other jobs
-wrote. Files are replaced atomically and readable by their owner only; those of processes that have ended are removed by
-their readers. Other files are counted and left alone.
+Once per second every rank writes what it uses and how long it waits for others, and reads what ranks of other jobs
+wrote. Files are replaced atomically and readable by their owner only; readers remove those of processes that have
+ended. Other files are counted and left alone.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ __all__ = ["Entry", "Neighbours", "Registry", "registry_folder", "summarize"]
 
 logger = logging.getLogger("star_hvd")
 
-_STALE_S = 10.0  # An entry not written for so long is of a process that is stopped, or that cannot be seen from here.
+_STALE_S = 10.0  # An older entry belongs to a process that is stopped, or that ended unseen in another namespace.
 _MAX_BYTES = 4096
-_CLOCK_S = 2.0  # Two readings of a process's start may differ by this much.
+_CLOCK_S = 2.0  # Two readings of a process's start time may differ by this much.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """What a rank says of itself.
+    """A rank's report on itself.
 
     Attributes:
         job: Name of its job's run.
         rank: Its rank.
-        pid: Its process.
-        started_s: When that process was started, seconds since the epoch: another process may get its number.
-        space: Its PID namespace: in another one its number says nothing.
+        pid: Its process id.
+        started_s: Start of that process, seconds since the epoch, since process ids are reused.
+        space: Its PID namespace; in another namespace its process id is meaningless.
         cpus: Processors it may run on.
         cores: Processors it uses.
         step_s: Time of its steps.
-        slack_s: Part of it that it waits for ranks slower than itself.
+        slack_s: Part of that time that it waits for slower ranks.
         written_s: When this was written, seconds since the epoch.
     """
 
@@ -61,11 +61,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbours:
-    """What other jobs' ranks on the processors of this process can give up.
+    """What other jobs' ranks on this process's processors can give up.
 
     Attributes:
-        ranks: How many there are.
-        slack_cores: Processors that they can lose without their jobs getting slower.
+        ranks: Number of these ranks.
+        slack_cores: Processors that they can lose without slowing their jobs.
     """
 
     ranks: int = 0
@@ -75,8 +75,9 @@ class Neighbours:
 def summarize(entries: Iterable[Entry], cpus: Collection[int]) -> Neighbours:
     """Sum up the entries of other jobs whose ranks run on some of `cpus`.
 
-    A rank that uses u processors for a step of time T and waits s of it for others uses u (T - s) / T once it is
-    slowed down by its slack. A scheduler of processors takes from all of them alike, so the least share counts.
+    A rank that uses u processors in a step of time T, of which it waits s for others, needs only u (T - s) / T if it is
+    slowed down by its slack. The operating system takes processor time from all of them alike, so the smallest s / T
+    counts.
     """
     near = [entry for entry in entries if not set(entry.cpus).isdisjoint(cpus)]
     if not near:
@@ -86,7 +87,7 @@ def summarize(entries: Iterable[Entry], cpus: Collection[int]) -> Neighbours:
 
 
 def registry_folder() -> Path:
-    """Where this user's jobs on this host meet: in XDG_RUNTIME_DIR, else in /tmp."""
+    """Return the directory shared by this user's jobs on this host: in XDG_RUNTIME_DIR, else in /tmp."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     return Path(runtime) / "star-hvd" if runtime else Path(f"/tmp/star-hvd-{os.getuid()}")
 
@@ -97,10 +98,10 @@ class Registry:
     Args:
         job: Name of this job's run.
         rank: This rank.
-        folder: The directory; `registry_folder()` where None.
+        folder: The directory; by default `registry_folder()`.
 
     Attributes:
-        dropped: Files that were not an entry.
+        dropped: Number of files that were not a valid entry.
     """
 
     def __init__(self, job: str, rank: int, folder: Path | None = None) -> None:
@@ -130,7 +131,7 @@ class Registry:
             part.replace(self._folder / self.file_name)
 
     def others(self) -> list[Entry]:
-        """Entries of ranks of other jobs that run; removes those of processes that have ended."""
+        """Return the entries of running ranks of other jobs; remove those of processes that have ended."""
         if not self._usable:
             return []
         found = []
@@ -147,7 +148,7 @@ class Registry:
                 (self._folder / name).unlink()
 
     def _open(self) -> bool:
-        """Make the directory; whether it is this user's alone."""
+        """Make the directory; return whether only this user can access it."""
         try:
             self._folder.mkdir(mode=0o700, parents=False, exist_ok=True)
             about = self._folder.lstat()
@@ -163,11 +164,11 @@ class Registry:
 
     def _read(self, path: Path) -> Entry | None:
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # A pipe would wait for a writer.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # Opening a pipe would block.
             with os.fdopen(descriptor, "rb") as file:
                 text = file.read(_MAX_BYTES + 1)
                 modified_ns = os.fstat(file.fileno()).st_mtime_ns
-        except OSError:  # It was removed meanwhile.
+        except OSError:  # It was removed in the meantime.
             return None
         try:
             return _entry(json.loads(text))
@@ -196,14 +197,14 @@ def _alive(entry: Entry) -> bool:
 
 
 def _space() -> int:
-    """This process's PID namespace, 0 where there are none."""
+    """Return this process's PID namespace, 0 if there are none."""
     with contextlib.suppress(OSError):
         return os.stat("/proc/self/ns/pid").st_ino
     return 0
 
 
 def _entry(values: Any) -> Entry:
-    """Check what a file has.
+    """Check the contents of a file and return its entry.
 
     Raises:
         ValueError, TypeError, KeyError, OverflowError: It is not an entry.

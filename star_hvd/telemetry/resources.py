@@ -1,8 +1,8 @@
 """Resource readings of a rank's process and machine: CPU, pressure, throttling, network, GPU; sampled once per second.
 
-Every reading is optional and NaN where it is not available: an old kernel, a container without cgroup files, no GPU or
-a virtual one. Counters become rates over the time since the last sample. Nothing here is on the step path, and a sample
-costs some hundred microseconds of one core per second (measured; see the tests).
+Every reading is optional and NaN if not available: an old kernel, a container without cgroup files, no GPU or a virtual
+one. Counters become rates over the time since the last sample. Nothing here is on the step path, and a sample costs
+some hundred microseconds of one core per second (measured; see the tests).
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["Gpu", "ResourceSampler", "Resources", "cgroup_directory", "gpu_ident
 logger = logging.getLogger("star_hvd")
 
 _NAN = math.nan
-_USABLE = 0.85  # Of a GPU's memory: the rest is lost between blocks, and to the context.
+_USABLE = 0.85  # Usable part of a GPU's memory: the rest is lost to fragmentation and the context.
 _SLOWING_REASONS = ("SwPowerCap", "HwSlowdown", "SwThermalSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """One sample. Shares are parts of the time since the last sample; NaN where unknown.
+    """One sample. Shares are fractions of the time since the last sample; NaN if unknown.
 
     Attributes:
         interval_s: Time the rates are taken over.
@@ -46,20 +46,20 @@ class Resources:
         throttled_share: Time the process's cgroup was throttled by its quota.
         throttled_periods: Part of the quota's periods in which that happened.
         psi_host_share: Part of the time some task of the host waited for a core (pressure stall information).
-        psi_cgroup_share: Likewise for the tasks of this process's cgroup.
+        psi_cgroup_share: The same for the tasks of this process's cgroup.
         load: Runnable and waiting tasks per usable core, mean of the last minute.
-        free_cpu_cores: Idle processors of those this process may use, within its quota (`telemetry.headroom`).
+        free_cpu_cores: Idle processors among those this process may use, within its quota (`telemetry.headroom`).
         nic_in_bytes_per_s, nic_out_bytes_per_s: Traffic of the channel's network interface, or of all but the loopback.
-        nic_link_bytes_per_s: Speed of that link, of the fastest if there are several.
+        nic_link_bytes_per_s: Speed of that interface's link, of the fastest if there are several.
         nic_drops_per_s: Packets dropped or damaged, in and out.
-        gpu_sm_mhz, gpu_sm_max_mhz, gpu_memory_mhz: Present and highest SM clock, and the memory's clock.
+        gpu_sm_mhz, gpu_sm_max_mhz, gpu_memory_mhz: Current and maximum SM clock, and the memory clock.
         gpu_power_w, gpu_power_limit_w: Power drawn and allowed.
         gpu_temperature_c: Degrees Celsius.
         gpu_busy_share: Part of the last second in which some kernel ran; a duty cycle, not utilization.
         gpu_throttled: 1 while power, temperature or a hardware brake reduces the clocks, else 0.
         gpu_throttle_reasons: NVML's bit mask of clock event reasons, as a number.
         gpu_pcie_in_bytes_per_s, gpu_pcie_out_bytes_per_s: Traffic over PCIe, into and out of the GPU.
-        gpu_pcie_generation, gpu_pcie_width: Of the link as negotiated now; a downgraded link is slow.
+        gpu_pcie_generation, gpu_pcie_width: Of the link as currently negotiated; a downgraded link is slow.
     """
 
     interval_s: float = _NAN
@@ -90,7 +90,7 @@ class Resources:
     gpu_pcie_width: float = _NAN
 
     def known(self) -> dict[str, float]:
-        """The readings that are available, by name."""
+        """Return the available readings by name."""
         return {f.name: v for f in fields(self) if math.isfinite(v := getattr(self, f.name))}
 
 
@@ -100,7 +100,7 @@ class ResourceSampler:
     Args:
         interval_s: Time between samples in seconds.
         on_sample: Called with every sample on the sampler's thread, `RunLog.resources` for example.
-        interface: Network interface of the channel; all but the loopback where None (`STAR_INTERFACE`).
+        interface: Network interface of the channel; if None and `STAR_INTERFACE` is unset, all but the loopback.
         gpu: Identity of this rank's GPU, a UUID or a PCI bus id (`open_gpu`); None for no GPU.
 
     Raises:
@@ -234,7 +234,7 @@ class ResourceSampler:
         }
 
     def _link_speed(self) -> float:
-        """Read once: it takes a system call per interface and hardly ever changes."""
+        """Return the link speed; read only once, as it takes a system call per interface and hardly ever changes."""
         with contextlib.suppress(OSError, psutil.Error):
             cards = psutil.net_if_stats().items()
             speeds = [card.speed for name, card in cards if self._uses(name) and card.isup and card.speed > 0]
@@ -246,7 +246,7 @@ class ResourceSampler:
 
 
 def gpu_identity(optimizer: Any) -> str | None:
-    """UUID of the GPU that holds an optimizer's first parameter; None on a CPU."""
+    """Return the UUID of the GPU that holds an optimizer's first parameter; None on a CPU."""
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.is_cuda:
             import torch
@@ -257,13 +257,13 @@ def gpu_identity(optimizer: Any) -> str | None:
 
 
 def samples_in_memory(batch: int, device: Any) -> int:
-    """Samples in a batch with which a GPU would be full, as if all it holds grew with the batch; 0 for a CPU.
+    """Return the batch size that would fill a GPU, as if all memory use were proportional to it; 0 for a CPU.
 
-    What other processes have of it now, other ranks of the job for example, is not to be had.
+    Memory that other processes use now, such as other ranks of the job, counts as unavailable.
 
     Args:
         batch: Samples of the largest batch so far.
-        device: Where the parameters are, a `torch.device`.
+        device: Device of the parameters, a `torch.device`.
     """
     if batch < 1 or device.type != "cuda":
         return 0
@@ -275,7 +275,7 @@ def samples_in_memory(batch: int, device: Any) -> int:
 
 
 class Gpu:
-    """Readings of one GPU; each of them may be missing (MIG, virtual GPUs, WSL).
+    """Readings of one GPU; any of them may be missing (MIG, virtual GPUs, WSL).
 
     Args:
         nvml: The module `pynvml`, initialized.
@@ -295,7 +295,7 @@ class Gpu:
         self._unsupported: set[str] = set()
 
     def read(self) -> dict[str, float]:
-        """The available readings, under the names of `Resources`."""
+        """Return the available readings, under the names of `Resources`."""
         nvml, handle = self._nvml, self._handle
         found: dict[str, float] = {}
         sources: dict[str, Callable[[], float]] = {
@@ -330,14 +330,14 @@ class Gpu:
 
 
 def open_gpu(identity: str, nvml: ModuleType | Any | None = None) -> Gpu | None:
-    """The GPU with an identity, None where there is none or NVML is missing.
+    """Return the GPU with an identity, None if there is none or NVML is missing.
 
-    NVML ignores CUDA_VISIBLE_DEVICES, so that torch's index may be that of another GPU there.
+    NVML ignores CUDA_VISIBLE_DEVICES, so torch's device index may mean another GPU in NVML.
 
     Args:
-        identity: A UUID (with or without `GPU-` in front, as torch's `get_device_properties(i).uuid` gives it) or a PCI
-            bus id (`0000:3b:00.0`).
-        nvml: The module `pynvml`; imported where None.
+        identity: A UUID (with or without the prefix `GPU-`, as in torch's `get_device_properties(i).uuid`) or a PCI bus
+            id (`0000:3b:00.0`).
+        nvml: The module `pynvml`; imported if None.
     """
     try:
         library: Any = nvml if nvml is not None else importlib.import_module("pynvml")
@@ -355,7 +355,7 @@ def open_gpu(identity: str, nvml: ModuleType | Any | None = None) -> Gpu | None:
 
 
 def cgroup_directory(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> Path | None:
-    """The folder with `cpu.stat` of this process's cgroup, version 2 or 1; None where there is none.
+    """Return the folder with `cpu.stat` of this process's cgroup, version 2 or 1; None if there is none.
 
     In a container `proc` may give a path of the host; the container's cgroup is then at the mount itself.
     """
@@ -383,7 +383,7 @@ def _read_cpu() -> dict[str, float]:
 
 
 def _read_schedstat() -> dict[str, float]:
-    """Run-queue waits of all threads of this process; `/proc/self/schedstat` has the main thread's only."""
+    """Return the run-queue waits of all threads of this process; `/proc/self/schedstat` has only the main thread's."""
     waited_ns = 0
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # The thread may have ended.

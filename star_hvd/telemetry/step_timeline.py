@@ -1,11 +1,11 @@
-"""When the buckets of a step travel, and how long the program waits for them: a sample of the steps.
+"""Samples steps: when their buckets are transferred, and how long the program waits for them.
 
-Per bucket: when its gradient was whole, when it was submitted, when its reduction (or reply) was there, how long the
-training thread waited for it, and its bytes. What was submitted in a step may arrive in the next one (`overlap=True`,
-averagings in the background); a sample ends once all of it is there, at the latest with the step after.
+Per bucket: when its gradient was complete, when it was submitted, when its reduction (or reply) arrived, how long the
+training thread waited for it, and its bytes. What was submitted in one step may arrive in the next (`overlap=True`,
+averaging in the background); a sample ends once everything has arrived, at the latest at the end of the next step.
 
-Any thread may note something: notes are appended to a list, which the training thread reads when the sample ends. While
-no step is sampled a note costs the look at an attribute.
+Any thread may note an event: events are appended to a list, which the training thread reads when the sample ends. While
+no step is sampled, a note costs one attribute access.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 __all__ = ["EVERY", "BucketTimes", "StepSample", "StepTimeline", "TimedClient", "TimedCollective", "exposure"]
 
 EVERY = 32
-"""Every how many steps one is sampled: the same steps on all ranks, so that samples can be compared."""
+"""One in this many steps is sampled: the same steps on all ranks, so that samples can be compared."""
 
-_FIRST = 8  # The first one that is; those before warm up.
-_KEPT = 16  # Latest samples in memory.
-_MOST_STEPS = 64  # Of a sample of `local`, which ends with an averaging.
+_FIRST = 8  # First sampled step, after the warm-up.
+_KEPT = 16  # Latest samples kept in memory.
+_MOST_STEPS = 64  # Maximum steps in a sample of `local`, which ends with an averaging.
 _READY, _SUBMITTED, _ARRIVED, _WAITED = range(4)
 _BUCKET = re.compile(r"\.[a-z](\d+)")  # In the name of a reduction: gradients, parameters or state of a bucket.
 
@@ -38,7 +38,7 @@ Clock = Callable[[], float]
 
 @dataclass(slots=True)
 class BucketTimes:
-    """Times of one bucket in seconds since the sample began, None where unknown. Index -1: the header, other state."""
+    """Times of one bucket in seconds since the sample's start, None if unknown. Index -1: the header, other state."""
 
     index: int
     bytes: int = 0
@@ -56,12 +56,12 @@ class StepSample:
         step: Its number.
         mode: Label of the plan.
         means: What hides communication: `background`, `overlap`, or empty.
-        began_s: When it began, on the clock.
-        interval_s: Until the next step began; of all steps up to an averaging in `local`.
-        steps: How many steps that are.
+        began_s: Start, on the clock.
+        interval_s: Time until the start of the next step; in `local`, of all steps up to an averaging.
+        steps: Number of steps in that time.
         exposed_s: How long the training thread waited in that time.
-        buckets: Of the step, in the order of submission.
-        waits: Index of the bucket, begin and end of every wait, in seconds since the sample began.
+        buckets: The step's buckets, in order of submission.
+        waits: Index of the bucket, start and end of every wait, in seconds since the sample's start.
     """
 
     step: int
@@ -80,7 +80,7 @@ class StepSample:
         return self.exposed_s / self.interval_s if self.interval_s > 0.0 else 0.0
 
     def as_record(self) -> dict[str, Any]:
-        """Plain values for the run log: a list per bucket and per wait, times in microseconds."""
+        """Return plain values for the run log: a list per bucket and per wait, times in microseconds."""
         return {
             "step": self.step,
             "mode": self.mode,
@@ -104,12 +104,12 @@ class StepTimeline:
     """See the module's text.
 
     Args:
-        clock: Time in seconds.
+        clock: Returns the time in seconds.
 
     Attributes:
-        sampling: Whether notes are taken.
-        latest: The newest samples, the last one last.
-        on_sample: Is called with every sample, in the training thread.
+        sampling: Whether a step is being sampled.
+        latest: The latest samples, newest last.
+        on_sample: Called with every sample, in the training thread.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -119,24 +119,24 @@ class StepTimeline:
         self._clock = clock
         self._events: list[tuple[int, int, float, float]] | None = None
         self._sample: StepSample | None = None
-        self._over = False  # The sampled step is; what it submitted may be under way.
+        self._over = False  # Whether the sampled step has ended; what it submitted may still be in flight.
         self._last_sampled = -1
-        self._looks: list[Callable[[], None]] = []  # Of the collectives in which something is under way.
+        self._looks: list[Callable[[], None]] = []  # Functions of collectives that note what has arrived.
 
     # ---- training thread ------------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Whether `start` has to be called where the work of this step begins; else it would do nothing."""
+        """Whether `start` has to be called at the start of this step; otherwise it would do nothing."""
         return self.sampling or (step - _FIRST) // EVERY > self._last_sampled
 
     def start(self, step: int, mode: str, means: str = "", *, whole: bool = True) -> None:
-        """The work of a step begins.
+        """Note the start of a step's work.
 
         Args:
             step: Its number.
             mode: Label of the plan.
             means: What hides communication.
-            whole: Whether a sample may end and begin here; in `local` it does only where an averaging was sent.
+            whole: Whether a sample may end and start here; in `local`, only after an averaging was sent.
         """
         sample, now_s = self._sample, self._clock()
         if sample is not None:
@@ -157,31 +157,31 @@ class StepTimeline:
             self.sampling = True
 
     def ready(self, index: int) -> None:
-        """The gradient of a bucket is whole."""
+        """Note that the gradient of a bucket is complete."""
         self._note(_READY, index, 0.0)
 
     def waited(self, index: int, began_s: float) -> None:
-        """The training thread has waited for a bucket, -1 for all or something else, since `began_s` until now."""
+        """Note that the training thread waited from `began_s` until now for a bucket; -1 for all or something else."""
         self._note(_WAITED, index, began_s)
 
     def look(self) -> None:
-        """Note what has arrived by now."""
+        """Note everything that has arrived by now."""
         for look in self._looks:
             look()
 
     def watch(self, look: Callable[[], None]) -> None:
-        """Call `look` in this sample where it is to be noted what has arrived."""
+        """Register a function that notes arrivals, for `look` to call during this sample."""
         if look not in self._looks:
             self._looks.append(look)
 
     # ---- any thread -----------------------------------------------------------------------------------------------
 
     def submitted(self, index: int, size: int) -> None:
-        """A bucket of so many bytes leaves."""
+        """Note that a bucket of `size` bytes is submitted."""
         self._note(_SUBMITTED, index, float(size))
 
     def arrived(self, index: int) -> None:
-        """What was submitted for a bucket is back."""
+        """Note that the result of a bucket, or of a part of it, has arrived."""
         self._note(_ARRIVED, index, 0.0)
 
     def _note(self, kind: int, index: int, value: float) -> None:
@@ -191,10 +191,10 @@ class StepTimeline:
     # ---- the end of a sample --------------------------------------------------------------------------------------
 
     def _left(self) -> bool:
-        """Whether something of the sampled step is under way."""
+        """Whether something of the sampled step is still in flight."""
         assert self._events is not None and self._sample is not None
         buckets, _ = fold(self._events, self._sample.began_s, self._sample.interval_s)
-        held = self._sample.means == "overlap"  # Some may leave in the next step.
+        held = self._sample.means == "overlap"  # Some buckets may be submitted in the next step.
         return any(one.arrived_s is None and (held or one.submitted_s is not None) for one in buckets)
 
     def _end(self) -> None:
@@ -213,9 +213,9 @@ class StepTimeline:
 def fold(
     events: Sequence[tuple[int, int, float, float]], began_s: float, interval_s: float
 ) -> tuple[list[BucketTimes], list[tuple[int, float, float]]]:
-    """The buckets and waits of a sample from its notes; what belongs to the next step is left out."""
+    """Return the buckets and waits of a sample from its events, without those of the next step."""
     found: dict[int, BucketTimes] = {}
-    again: set[int] = set()  # Buckets that the next step has filled.
+    again: set[int] = set()  # Buckets that the next step has filled again.
     waits = []
     for kind, index, at_s, value in events:
         now_s = at_s - began_s
@@ -226,10 +226,10 @@ def fold(
                 bucket.waited_s += now_s - (value - began_s)
         elif kind == _ARRIVED:
             if bucket is not None and bucket.submitted_s is not None:
-                bucket.arrived_s = now_s  # The last of its parts.
+                bucket.arrived_s = now_s  # The time of its last part remains.
         elif kind == _READY and now_s > interval_s:
             again.add(index)
-        elif kind == _READY:  # What left before is of the step before, held back until now.
+        elif kind == _READY:  # Anything submitted before this was held back from the previous step.
             found[index] = BucketTimes(index, ready_s=now_s)
         elif index not in again and (now_s <= interval_s or bucket is not None):
             bucket = found.setdefault(index, BucketTimes(index))
@@ -244,13 +244,13 @@ _WORTH_HIDING = 0.03
 
 
 def exposure(samples: Sequence[StepSample], mode: str, comm_s: float) -> str:
-    """The exposed part of a step and what is done about it, as a sentence; empty without a sample of the mode.
+    """Describe the exposed part of a step and what is done about it; empty without a sample of the mode.
 
     Args:
-        samples: The newest ones of a rank.
+        samples: The latest samples of a rank.
         mode: Label of the active plan.
-        comm_s: Time of a reduction for the rank that came last, where all ranks wait for each other, else NaN: what
-            this rank waits beyond that is for slower ranks.
+        comm_s: If all ranks wait for each other, the time of a reduction for the last rank to arrive, else NaN: any
+            longer wait of this rank is for slower ranks.
     """
     same = [sample for sample in samples if sample.mode == mode]
     if not same:
@@ -286,17 +286,17 @@ class Reduces(Protocol):
 
 
 class TimedCollective:
-    """A collective whose reductions are noted.
+    """A collective that notes its reductions in a timeline.
 
     Args:
-        inner: Reduces.
-        timeline: Gets the notes.
+        inner: The collective that reduces.
+        timeline: Receives the events.
     """
 
     def __init__(self, inner: Reduces, timeline: StepTimeline) -> None:
         self.core_each = inner.core_each
         self._inner, self._timeline = inner, timeline
-        self._open: dict[int, int] = {}  # Index of the bucket by handle.
+        self._open: dict[int, int] = {}  # Bucket index by handle.
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
         """See `Collective.submit`."""
@@ -330,7 +330,7 @@ class TimedCollective:
 
     def _look(self) -> None:
         for handle in list(self._open):
-            with contextlib.suppress(ValueError):  # Collected by another thread just now, which notes it.
+            with contextlib.suppress(ValueError):  # Another thread has just collected it and notes it.
                 self.poll(handle)
 
 
@@ -338,11 +338,11 @@ _NONE_SMALL: Mapping[int, bytes] = {}
 
 
 class TimedClient:
-    """A client of servers (`star_hvd.modes.ps_worker.Client`) whose transfers are noted.
+    """A client of servers (`star_hvd.modes.ps_worker.Client`) that notes its transfers in a timeline.
 
     Args:
         client: The client.
-        timeline: Gets the notes.
+        timeline: Receives the events.
     """
 
     def __init__(self, client: Any, timeline: StepTimeline) -> None:

@@ -1,7 +1,7 @@
 """Times one rank's own work between two steps, before any collective can hide it.
 
 A blocking all-reduce makes wall time equal on all ranks, and a waiting rank may even look busier than the slow one. So
-the clock stops the moment the rank's own gradient is whole, and time inside the user's own collectives is taken out.
+the clock stops when the rank's own gradient is complete, and time inside the user's own collectives is excluded.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class StepTimer:
         self.start()
 
     def start(self) -> None:
-        """The previous step has ended; the rank's own work begins."""
+        """Start timing: the previous step has ended, and the rank's own work begins."""
         if self._thread != threading.get_ident():
             if self._queue is not None:
                 self._queue.close()
@@ -63,12 +63,12 @@ class StepTimer:
         self._began_queue_s = self._queue.read_s()
 
     def close(self) -> None:
-        """Nothing more is timed."""
+        """End timing and close the file."""
         if self._queue is not None:
             self._queue.close()
 
     def add_outside(self, seconds: float) -> None:
-        """Take out time spent in the user's own collectives or waiting for an epoch to end."""
+        """Exclude time spent in the user's own collectives or waiting for an epoch to end."""
         self._outside_s += seconds
 
     def add_input(self, seconds: float) -> None:
@@ -76,7 +76,7 @@ class StepTimer:
         self._input_s += seconds
 
     def stop(self) -> StepTimes:
-        """The rank's own gradient is whole."""
+        """Return the times of the step: the rank's own gradient is complete."""
         assert self._queue is not None
         same = self._thread == threading.get_ident()
         return StepTimes(
