@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
 import os
 import sys
 import time
@@ -74,8 +75,11 @@ def main(wanted: list[str]) -> None:
     torch.set_num_threads(1)
     wait_without_spinning()
     faulthandler.enable()
+    # torch imports its compiler with a process's first optimizer. Every new optimizer collects garbage: looking through
+    # what was imported would take longer than the case.
+    importlib.import_module("torch._dynamo")
     gc.collect()
-    gc.freeze()  # Every new optimizer collects; what was imported before takes longer than the case.
+    gc.freeze()
     # Two ranks know a set with one of them, four a set with two.
     ranks_of_subset = list(range(max(1, _size_from_launcher() // 2)))
     subset = horovod.ProcessSet(ranks_of_subset)
