@@ -75,7 +75,7 @@ class StepReport:
     loss: float = float("nan")
 
     def as_record(self) -> dict[str, Any]:
-        """The report as a run log keeps it: flat, times first the rank's own work, then its wait."""
+        """The report as a run log stores it: flat, the rank's own times first, then its wait."""
         times = self.times
         return {
             "rank": self.rank,
@@ -126,7 +126,7 @@ class RankTable(Sequence[RankStats]):
     read-only by convention.
 
     Attributes:
-        compute_s: Shape (n_ranks, n_reports), newest last; a rank with fewer reports has them in its last columns.
+        compute_s: Shape (n_ranks, n_reports), newest last; with fewer reports only a rank's last columns are filled.
         steps: Same shape.
         counts: Reports of every rank, shape (n_ranks,).
         input_share: Shape (n_ranks,), as the others below; all as in `RankStats`.
@@ -220,16 +220,16 @@ class Window:
         ranks: One entry per rank, in order; a rank without reports has empty tuples. A tuple or a `RankTable`.
         noise_scale: Gradient noise scale in units of samples or of reference batches, NaN if unknown.
         comm_bytes: Gradient bytes a rank reduces per step, 0 if unknown.
-        edge_part: Part of those in the bucket that backward fills last and forward needs first; 1 where buckets travel
-            together.
+        edge_part: Fraction of those bytes in the bucket that backward fills last and forward needs first; 1 if buckets
+            travel together.
         allowed: Modes this job can run now.
         losses: Recent training losses, averaged over the ranks, oldest first; empty if the user reports none.
         loss_steps: The global steps they belong to, same length.
-        batch: Samples of a rank's batch where `shard` feeds the ranks and all batches are equal; 0 without `shard`.
-            Times are those of such a batch, whatever the batch shares were.
-        fixed_part: Part of such a time that does not depend on the batch, NaN where no change of size has shown it.
-        microbatches: Micro-batches of a rank in a step, where `shard` cuts the batches; else 0.
-        headroom: What is left on every rank's host; empty if unknown.
+        batch: Samples of a rank's batch if `shard` feeds the ranks and all batches are equal; 0 without `shard`. Times
+            refer to such a batch, whatever the batch shares were.
+        fixed_part: Fraction of such a time that does not depend on the batch size, NaN before any change of size.
+        microbatches: Micro-batches of a rank in a step if `shard` cuts the batches; else 0.
+        headroom: Unused capacity of every rank's host; empty if unknown.
         now_s: When the window was made, seconds on the clock of its process; NaN if unknown.
     """
 

@@ -16,7 +16,7 @@ HIDDEN = "***"
 _IN_URI = re.compile(r"(?<=://)[^\s/@'\"]*@")
 _WORD = r"[\w-]*(?:password|passwd|token|secret|api[-_]?key)"
 _NAMED = re.compile(rf"(?i)({_WORD}=|--{_WORD}\s+)([^\s&;,'\"]+)")
-_LEAST = 3  # Letters of a secret: shorter ones would occur in any text.
+_LEAST = 3  # Shortest secret, in characters, that is hidden: shorter ones would occur in any text.
 
 
 def redacted(text: str, environ: Mapping[str, str] | None = None) -> str:

@@ -18,9 +18,9 @@ __all__ = ["MAX_RANKS", "read_line", "read_mapping", "read_run_file", "sound"]
 MAX_RANKS = 1 << 16
 """Most ranks of a logged run; events with higher ranks are damaged."""
 
-_MOST = 1 << 63  # Of integers: MLflow and numpy keep 64 bits.
+_MOST = 1 << 63  # Limit of integers: MLflow and numpy have 64 bits.
 _MOST_COUNT = 1 << 53  # Limit of integers that floats represent exactly.
-_MOST_S = 1e10  # Of times: three centuries.
+_MOST_S = 1e10  # Limit of times: three centuries.
 _DEEPEST = 12
 _LONGEST = 64 << 20  # Bytes of a line; a window of 65,536 ranks has 20 MB.
 
@@ -182,7 +182,7 @@ def _timeline(event: Mapping[str, Any]) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    """Whether a value is an integer that no figure overflows with: an index, bytes, microseconds."""
+    """Whether a value is an integer that floats represent exactly: an index, bytes, microseconds."""
     return type(value) is int and abs(value) < _MOST_COUNT
 
 

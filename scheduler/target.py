@@ -1,4 +1,4 @@
-"""A job's target as in `STAR_TARGET`: `accuracy>=0.95`. Parsed alike by the run log and its readers."""
+"""A job's target as in `STAR_TARGET`: `accuracy>=0.95`. The run log and its readers share this parser."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     minimize over b  max_i t_i(b_i)    with  sum b_i = B,  l_i <= b_i <= u_i, integers,  t_i(b) = alpha_i + beta_i b
 
 For a time T rank i can have b_i(T) = clamp(floor((T - alpha_i) / beta_i), l_i, u_i) samples, so the least T whose
-sizes sum to B or more is found by bisection, and what is too much is taken back, sample by sample, from the rank
-then slowest. Equal to brute force on random instances; 512 ranks take milliseconds. Weight each gradient by b_i / B.
+sizes sum to B or more is found by bisection, and the excess is removed, sample by sample, from the rank that is then
+slowest. Equal to brute force on random instances; 512 ranks take milliseconds. Weight each gradient by b_i / B.
 """
 
 from __future__ import annotations
@@ -72,12 +72,12 @@ def balance(
 
 
 def divide(total: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """`total` samples in the proportion of `shares`, by largest remainders; at least 1 for all where that is possible.
+    """Divide `total` samples in the proportion of `shares`, by largest remainders; at least 1 for each if possible.
 
-    What the last step of an epoch has, equal on all ranks.
+    Used for the last step of an epoch; the result is equal on all ranks.
 
     Raises:
-        ValueError: A negative total, or shares that are none.
+        ValueError: The total is negative, or the shares are not usable.
     """
     whole = sum(shares)
     if total < 0 or whole < 1 or min(shares) < 0:
@@ -90,7 +90,7 @@ def divide(total: int, shares: Sequence[int]) -> tuple[int, ...]:
     order = sorted(range(len(shares)), key=lambda rank: (parts[rank] - exact[rank], rank))
     for rank in order[: max(0, total - sum(parts))]:
         parts[rank] += 1
-    while sum(parts) > total:  # Where many had less than one sample.
+    while sum(parts) > total:  # Only if many ranks had less than one sample.
         parts[parts.index(max(parts))] -= 1
     return tuple(parts)
 
@@ -114,13 +114,13 @@ def _least_time_s(
 def _at_time(
     time_s: float, alpha: Array, beta: Array, low: npt.NDArray[np.int64], high: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    # A whole number that rounding left just below itself counts.
+    # Accept a whole number that rounding left just below itself.
     fit = np.floor((time_s - alpha) / beta * (1.0 + 1e-12) + 1e-9)
     return np.clip(fit, low, high).astype(np.int64)
 
 
 def _time_s(sizes: npt.NDArray[np.int64], alpha: Array, beta: Array) -> float:
-    """Time of the slowest; a rank without samples takes none."""
+    """Time of the slowest rank; a rank without samples takes none."""
     return float(np.where(sizes > 0, alpha + beta * sizes, 0.0).max(initial=0.0))
 
 

@@ -1,10 +1,10 @@
 """When batch shares change: on a lasting difference of speed, and back as soon as it is over. Pure: no clock.
 
-The shares are solved for again and again from what was measured last, exactly (`scheduler.balance.batch_shares`), and
-change where that is predicted to save 3 % of a step and more than the times scatter. Two looks at the times: the last
-`SHORT` reports show a rank that has just become slow, or well again, the last `LONG` ones what little a rank is slower
-all the time. A change that is soon undone was for a disturbance that comes and goes: each time the next look is over
-twice as many reports, so that shares follow lasting differences only.
+Shares are solved exactly (`scheduler.balance.batch_shares`), again after every few reports, from the latest times. They
+change if that is predicted to save 3 % of a step and more than the scatter of the times. Times are judged over two
+periods: the last `SHORT` reports show a rank that has just become slow or recovered, the last `LONG` ones show small
+permanent differences. A change that is soon undone answered a disturbance that comes and goes: each such case doubles
+the number of reports that the next decision uses, so that shares follow lasting differences only.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from scheduler.balance.time_curves import LONG, SHORT, TimeCurves
 __all__ = ["FIXED", "SharePolicy", "can_hold", "share_factors", "share_sentence", "solve_shares"]
 
 GAIN = 0.03
-"""Predicted gain below which shares stay."""
+"""Predicted gain, as a fraction of a step, below which shares stay."""
 
 FIXED = 0.1
-"""Part of a step's time taken not to depend on the batch where no change of size has shown it: for predictions only."""
+"""Fraction of a step's time assumed not to depend on the batch size until a change of size shows it; for predictions
+only."""
 
-_SIGMAS = 3.0  # Errors of the times that a gain has to exceed.
-_FAR = 0.15  # Of the usual batch.
-_SOON, _CALM = 3, 12  # Times the look's reports: a change undone within is a flap; so long without one ends caution.
+_SIGMAS = 3.0  # A gain must exceed this many standard errors of the times.
+_FAR = 0.15  # Move of a share, as a fraction of the usual batch, that can count as undone.
+_SOON, _CALM = 3, 12  # In units of `look`: a change undone this soon is a flap, and calm after which `look` is halved.
 
 
 def share_sentence(shares: Sequence[int], ratio: float) -> str:
@@ -38,21 +39,21 @@ def share_sentence(shares: Sequence[int], ratio: float) -> str:
 
 
 def share_factors(shares: Sequence[int], batch: int, fixed: float) -> list[float]:
-    """Time of every rank with its share over that with a usual batch."""
+    """Every rank's time with its share relative to a usual batch."""
     return [fixed + (1.0 - fixed) * share / batch for share in shares]
 
 
 def solve_shares(levels_s: Sequence[float], batch: int, fixed: float, most: Sequence[int] = ()) -> tuple[int, ...]:
-    """The best shares of `batch` times as many samples as ranks; equal ones where they are as good.
+    """Return the best shares of a step's samples (`batch` times the number of ranks); equal ones if as good.
 
     Args:
         levels_s: Seconds of every rank for a usual batch.
-        batch: Its samples.
-        fixed: Part of that time that does not depend on the batch.
+        batch: Samples of a usual batch.
+        fixed: Fraction of that time that does not depend on the batch size.
         most: Most samples of every rank, 0 for no limit.
 
     Raises:
-        ValueError: The ranks together cannot have as many samples.
+        ValueError: The limits of all ranks together are too small.
     """
     equal = (batch,) * len(levels_s)
     total = sum(equal)
@@ -69,7 +70,7 @@ def solve_shares(levels_s: Sequence[float], batch: int, fixed: float, most: Sequ
 
 
 def can_hold(total: int, most: Sequence[int]) -> bool:
-    """Whether the ranks together can have so many samples; 0 for no limit."""
+    """Whether the ranks together can have `total` samples; 0 in `most` for no limit."""
     return not most or min(most) == 0 or sum(most) >= total
 
 
@@ -81,8 +82,8 @@ class SharePolicy:
         batch: Samples of a usual batch; a step has `world_size` times as many.
 
     Attributes:
-        curves: What is known of the ranks' times.
-        ratio: Predicted step over that with equal batches, of the latest decision.
+        curves: Fitted times of the ranks.
+        ratio: Predicted time of a step relative to equal batches, at the latest decision.
     """
 
     def __init__(self, world_size: int, batch: int) -> None:
@@ -95,11 +96,11 @@ class SharePolicy:
 
     @property
     def look(self) -> int:
-        """Reports that a quick answer takes at present."""
+        """Number of reports that a quick decision currently needs."""
         return self._look
 
     def note(self, rank: int, samples: int, compute_s: float) -> None:
-        """Take in one step of a rank."""
+        """Record one step of a rank."""
         self.curves.note(rank, samples, compute_s)
         if rank == 0:
             self._since += 1
@@ -107,10 +108,10 @@ class SharePolicy:
                 self._look, self._since = max(SHORT, self._look // 2), 0
 
     def decide(self, present: Sequence[int], most: Sequence[int] = ()) -> tuple[int, ...] | None:
-        """The shares to change to, None to keep `present` (empty for equal ones).
+        """Return the shares to change to, or None to keep `present` (empty for equal ones).
 
-        One that is above its rank's limit is changed at once, by what is known so far, unless the ranks together cannot
-        have as many samples: then each of them cuts its batches.
+        A share above its rank's limit is changed at once, with the times known so far, unless the limits of all ranks
+        together are too small: then each rank cuts its batches.
         """
         now = tuple(present) or self._equal
         too_large = any(0 < limit < share for share, limit in zip(now, most, strict=False))
@@ -132,18 +133,18 @@ class SharePolicy:
         return None
 
     def _least_gain(self, count: int) -> float:
-        """What a change has to save of a step, judged by so many reports."""
+        """Least fraction of a step that a change must save, judged from `count` reports."""
         return max(GAIN, _SIGMAS * self.curves.scatter(min(count, LONG)))
 
     def changed(self, shares: Sequence[int]) -> None:
-        """A change was ordered: one that soon undoes the one before makes the next look longer."""
+        """Record that a change was ordered. One that soon undoes the previous one doubles `look`."""
         now = tuple(shares) or self._equal
         if self._undoes(now) and self._since < _SOON * self._look + SHORT:
             self._look = min(LONG, 2 * self._look)
         self._previous, self._present, self._since = self._present, now, 0
 
     def _undoes(self, now: Sequence[int]) -> bool:
-        """Whether a rank whose share the last change moved far is now moved far the other way."""
+        """Whether a rank whose share the last change moved far now moves far in the opposite direction."""
         far = _FAR * self.curves.batch
         moves = zip(self._previous, self._present, now, strict=True)
         return any(min(abs(b - a), abs(c - b)) > far and (b > a) != (c > b) for a, b, c in moves)

@@ -1,11 +1,12 @@
-"""How long a batch of so many samples takes each rank, fitted from what was observed. Pure.
+"""How long a batch takes each rank, as a function of its size, fitted from observations. Pure.
 
     t_i(b) = s_i (phi + (1 - phi) b / B_0)
 
-s_i is rank i's time for a usual batch of B_0 samples, phi the part of it that does not depend on the batch. Neither a
-rank's fixed part nor its rate is known while its batches have one size only. So phi is one number for all ranks, 0 as
-long as no size has changed: then shares move by less than the best ones, in the right direction, and that change tells
-phi. The level s_i is a median over the latest reports, so what a slow rank really costs is measured anew at each size.
+s_i is rank i's time for a usual batch of B_0 samples, phi the fraction of it that does not depend on the batch size.
+Neither a rank's fixed part nor its rate can be known while its batches have only one size. So phi is one number for all
+ranks, 0 until a size changes: the first shares then move less far than the best ones, in the right direction, and that
+change shows phi. The level s_i is a median over the latest reports, so a slow rank's real cost is measured again at
+each size.
 """
 
 from __future__ import annotations
@@ -19,16 +20,17 @@ import numpy as np
 __all__ = ["SHORT", "LONG", "TimeCurves", "fixed_part"]
 
 SHORT, LONG = 5, 24
-"""Reports whose median is a rank's time: the fewest that outvote two outliers, and as many as tell a few percent."""
+"""Number of reports whose median is a rank's time: the fewest that outvote two outliers, and enough to tell
+differences of a few percent."""
 
-_BEFORE = 4  # Reports before a change that are compared with those behind it: a rank may just have become slow.
-_MOVED = 0.05  # Of the usual batch: less tells nothing.
+_BEFORE = 4  # Reports before a change that are compared with those after it: a rank may just have become slow.
+_MOVED = 0.05  # Fraction of the usual batch: smaller changes show nothing.
 _MOST_FIXED = 0.95
 _ESTIMATES = 256
 
 
 def fixed_part(before: tuple[float, float], behind: tuple[float, float]) -> float:
-    """phi from two (size over the usual one, seconds) of one rank; 0 to 0.95."""
+    """Compute phi from two points (size relative to the usual one, seconds) of one rank; 0 to 0.95."""
     (size, time_s), (new_size, new_time_s) = before, behind
     ratio = new_time_s / time_s
     part = ratio * size - new_size
@@ -40,7 +42,7 @@ def fixed_part(before: tuple[float, float], behind: tuple[float, float]) -> floa
 
 @dataclass(slots=True)
 class _Reports:
-    """Of one rank: sizes over the usual one with their times, and what is compared at the next change."""
+    """Reports of one rank: sizes relative to the usual one with times, and what the next change is compared with."""
 
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LONG))
     before: tuple[float, float] | None = None
@@ -62,7 +64,7 @@ class TimeCurves:
 
     @property
     def fixed(self) -> float:
-        """phi, the median of what changes of size showed; 0 before the first."""
+        """phi, the median of the estimates from changes of size; 0 before the first."""
         if not self._fixed:
             return 0.0
         ordered = sorted(self._fixed)
@@ -79,7 +81,7 @@ class TimeCurves:
         return bool(self._fixed)
 
     def note(self, rank: int, samples: int, compute_s: float) -> None:
-        """Take in one step of a rank."""
+        """Record one step of a rank."""
         if samples < 1 or not 0.0 < compute_s < math.inf:
             return
         size, reports = samples / self.batch, self._reports[rank]
@@ -95,11 +97,11 @@ class TimeCurves:
             self._fixed.append((estimate, abs(size - reports.before[0])))
 
     def reports_since_change(self) -> int:
-        """Of the rank with the fewest, since its size changed."""
+        """Reports since the size changed, of the rank with the fewest."""
         return min(reports.since for reports in self._reports)
 
     def levels_s(self, count: int) -> list[float] | None:
-        """s_i of every rank over its last `count` reports, None while one has fewer."""
+        """s_i of every rank over its last `count` reports; None if a rank has fewer."""
         if any(len(reports.recent) < count for reports in self._reports):
             return None
         fixed = self.fixed
@@ -109,9 +111,9 @@ class TimeCurves:
         ]
 
     def scatter(self, count: int) -> float:
-        """Standard error of such a level, relative, of the rank where it is largest.
+        """Relative standard error of a level over `count` reports, of the rank where it is largest.
 
-        From all reports that are kept: a few of them may be alike by chance.
+        Estimated from all stored reports: a few of them may be alike by chance.
         """
         fixed, worst = self.fixed, 0.0
         for reports in self._reports:

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     if options.scenarios < 1:
         raise ValueError(f"--scenarios is {options.scenarios}; expected at least 1")
     model = load(locate(options.model))
-    console, registry = Console(), _registry()  # Takes seconds where MLflow is loaded: not before what can be wrong.
+    console, registry = Console(), _registry()  # Loading MLflow takes seconds: after everything that can fail.
     by_alias = registry is not None and not Path(options.model).is_dir()
     version = registry.alias(options.model) if registry is not None and by_alias else None
     names = {"learned": model_title(version, options.model) if version is not None else f"{options.model} (judged)"}
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def locate(name: str) -> Path:
-    """The folder of a model that is given by alias, path, URI or `shipped`.
+    """Find the folder of a model that is given by alias, path, URI or `shipped`.
 
     Raises:
         ModelError: There is none.

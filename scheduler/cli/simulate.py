@@ -66,7 +66,7 @@ class LoggedTimes:
 
 
 def find_run(name: str, root: Path, uri: str | None = None) -> Path:
-    """The folder of a run; a run that is only in MLflow is downloaded to a temporary folder.
+    """Find the folder of a run; a run that is only in MLflow is downloaded to a temporary folder.
 
     Args:
         name: A folder, a run's name, or the id or name of an MLflow run.
@@ -156,7 +156,7 @@ def read_run(folder: Path) -> LoggedTimes:
 
 
 def _plan(event: dict[str, Any], world_size: int) -> Plan | None:
-    """The plan of an event; None, so that the one before stays, if it is invalid or for another world size."""
+    """The plan of an event; None, which keeps the previous one, if it is invalid or for another world size."""
     if not isinstance(event.get("step"), int):
         return None
     try:

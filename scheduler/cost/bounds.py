@@ -9,8 +9,9 @@ staleness and, from measured times,
     beyond    the other cost of collectives, in full, in every mode
 
 Two equal ranks have a bound of about 1 for any compute and communication times. Without it, a report that mistakes the
-time of a kernel launch for compute time makes communication look like nearly all of a step, and a plan without any look
-31 times faster. The communication that `local` saves is ignored on purpose: it is chosen against stragglers only.
+time of a kernel launch for compute time makes communication look like nearly all of a step, and a plan without
+communication look 31 times faster. The communication that `local` saves is deliberately ignored: `local` is chosen
+against stragglers only.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _bounded(one: Prediction, conditions: Conditions, sync_s: float) -> Predicti
 
 
 def least_relative(plan: Plan, conditions: Conditions, *, sync_s: float | None = None) -> float:
-    """Lower bound of the plan's time to equal progress over that of `sync`.
+    """Lower bound of the plan's time to equal progress relative to `sync`.
 
     Args:
         plan: The plan.

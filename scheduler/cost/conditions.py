@@ -27,7 +27,7 @@ Array = npt.NDArray[np.float64]
 NOISE = 4.0
 """Default phi, in gradients of one rank: in the middle of STAR's tables at a batch of 128."""
 
-CYCLE_S = 1.5e-3  # A collective's negotiation.
+CYCLE_S = 1.5e-3  # Time of a collective's negotiation.
 _ROWS, _ROWS_MANY, _MANY = 24, 5, 128
 _EARLY, _EARLY_STEPS = 2.0, 100.0
 """Staleness costs twice as much at the first step as from step 100 on: of 42 trainings of a perceptron (107 kB) with
@@ -35,8 +35,8 @@ momentum and two of four gradients late at times, 8 fell back to chance level wi
 late, 1 did. Sync-Switch (Li et al. 2021) reports the same for the first percents of training."""
 
 _CROWDED = 0.15
-"""Median share of their time that ranks wait for a processor above which hosts have too few cores: 4 ranks on 2 idle
-cores show 0.01, on 2 busy ones 0.4."""
+"""Median share of time that ranks wait for a processor above which hosts count as having too few cores: 4 ranks on 2
+idle cores show 0.01, on 2 busy ones 0.4."""
 
 _FREEZE, _FREEZE_S = 5.0, 0.5  # A report of a freezing rank above both contains a freeze.
 
@@ -49,22 +49,22 @@ class Conditions:
         times_s: Expected compute times, one row per step, shape (n_steps, n_ranks), seconds.
         rate: Link bandwidth of every rank in bytes/s; infinite where unknown.
         comm_bytes: Gradient bytes.
-        edge_part: Part of those that compute does not hide at servers, being there last or needed first.
+        edge_part: Fraction of those bytes that compute cannot hide at servers: what is ready last or needed first.
         noise: phi in gradients of one rank.
         starved: Share of its time a rank is without a processor, 0 to 1, shape (n_ranks,).
         beyond_s: Measured time of a collective beyond latency and transfer, seconds; with fewer cores than ranks it
             exceeds both.
         frozen_s: Mean time per step that freezing ranks delay every collective, seconds.
-        freezing: Those ranks.
+        freezing: The ranks that cause this delay.
         crowded: Whether most ranks wait for a processor: a server would take CPU time from them, and times are known
             less precisely.
         early: Factor on the price of staleness at the beginning of a training; 1 later.
-        batch: Samples of a rank's batch where batch shares are possible, else 0.
-        fixed_part: Part of a rank's time that does not depend on its batch.
-        microbatches: Micro-batches of a rank in a step where they can be taken over, else 0.
-        headroom: What is left on every rank's host; empty if unknown.
-        background: What the user's settings say of transfers behind compute (`Plan.transmission`), None where a plan
-            is to say.
+        batch: Samples of a rank's batch if batch shares are possible, else 0.
+        fixed_part: Fraction of a rank's time that does not depend on its batch size.
+        microbatches: Micro-batches of a rank in a step if they can be taken over, else 0.
+        headroom: Unused capacity of every rank's host; empty if unknown.
+        background: The user's setting for transfers behind compute (`Plan.transmission`), None to leave it to the
+            plans.
         price: Price of staleness, with the other assumptions on the network (rho and tolerable drift).
         usual_s: Mean time of every rank, shape (n_ranks,).
         typical_s: Lower median of `usual_s`.
@@ -104,9 +104,9 @@ class Conditions:
 
     @classmethod
     def from_window(cls, window: Window, price: StalenessPrice | None = None) -> Conditions | None:
-        """Read a window; None while a rank has not reported, or has too few reports and no link rate is known.
+        """Read a window. None if a rank has not reported, or has too few reports and no link rate is known.
 
-        Expected times are those of a rank's present run of slow reports, else its recent ones: intermittent slowness
+        Expected times are those of a rank's current run of slow reports, else its recent ones: intermittent slowness
         is expected to recur at the same rate, a single slow step is not. Freezes are added by `with_freezes`.
         """
         readings = Readings.of(window)
@@ -144,7 +144,7 @@ class Conditions:
         )
 
     def with_freezes(self, frozen_s: float, freezing: Collection[int], froze: Collection[int]) -> Conditions:
-        """Copy that accounts for freezes.
+        """Return a copy that accounts for freezes.
 
         Times that contain a freeze are replaced: one that does not recur is irrelevant, and recurring ones are counted
         by `frozen_s`, because they delay every rank of a collective.

@@ -3,10 +3,10 @@
     relative time to progress = (interval / progress of an update) / (the same of sync)
 
 Intervals come from replaying the ranks' recent times under the rules of the mode: the closed form of the static order
-(STAR section 4.3) is 7.5 times too optimistic for seven equal ranks and one of twice the time, where the event
+(STAR section 4.3) is 7.5 times too optimistic for seven equal ranks and one of twice the time, for which the event
 simulation of section 4.4 gives .13 .29 .50 .67 1.0 1.0 1.0 2.0. Communication is bytes over link rates, less what
-computing hides. Progress of an update: `scheduler.cost.progress`; with a price of staleness of 0 equal ranks would
-choose ASGD (section 4.10), with a price of at least the learning-rate ratio they choose `sync`.
+computing hides. For the progress of an update see `scheduler.cost.progress`: with a price of staleness of 0 equal ranks
+would choose ASGD (section 4.10), with a price of at least the learning-rate ratio they choose `sync`.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ _Ranks = npt.NDArray[np.int64]
 _OVERLAP = 0.4
 """Fraction of the compute time that can hide an all-reduce: the backward pass except its first bucket."""
 
-_WAY_S = 2e-4  # Latency of a message both ways, and a server's processing.
+_WAY_S = 2e-4  # Latency of a message both ways, plus a server's processing.
 _PAUSE_S = 0.05  # Half a cgroup period: mean delay of a collective by a starved helper.
-_USUAL_BATCH = 64  # Samples, if nothing is known of batches: what shares are rounded to.
-_USUAL_PARTS = 4  # Micro-batches of a rank in a step, likewise.
-_FEW = 4  # Kinds of gradients in an update up to which a loop is faster than arrays.
+_USUAL_BATCH = 64  # Samples of a batch if unknown; shares are rounded to samples.
+_USUAL_PARTS = 4  # Micro-batches of a rank in a step if unknown.
+_FEW = 4  # Up to this many kinds of gradients in an update a loop is faster than arrays.
 _SERVED = 0.7
-"""Time of a push and its reply beyond their transfer, over that of a collective: measured with 4 ranks on 2 cores, 10
-of 15 ms."""
+"""Time of a push and its reply without their transfer, as a fraction of `Conditions.beyond_s`: measured with 4 ranks on
+2 cores, 10 of 15 ms."""
 
 _CLOSED, _LEFT_OUT = 0.2, 0.6
-"""Cost of closing a step without some ranks, over the same time: a constant (order and proxy contribution), and one
-proportional to the share of ranks left out (their late work). Measured there: 3 ms for one of four ranks, 4 for two."""
+"""Cost of closing a step without some ranks, in units of the same time: a constant (order and proxy contribution), and
+a part proportional to the share of ranks left out (their late work). Measured there: 3 ms for one of four ranks, 4 for
+two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,16 +62,16 @@ class Prediction:
 
     Attributes:
         plan: The plan.
-        relative: Expected time to equal progress over that of `sync`; below 1 is faster. The probability of missing the
-            target adds the time of training again in `sync`.
-        low: Its 5 % quantile, as the policy uses it.
-        high: Its 95 % quantile, likewise.
+        relative: Expected time to equal progress relative to `sync`; below 1 is faster. It includes the probability of
+            missing the target, times the cost of training again in `sync`.
+        low: Its 5 % quantile, as used by the policy.
+        high: Its 95 % quantile, as used by the policy.
         interval_s: Time between two updates, seconds.
         progress: Progress of an update, in synchronous steps.
         drift: Mean drift of its gradients, in synchronous steps.
         reach: Probability of reaching the target accuracy.
         learned: Whether the learned predictor made it, whose interval is calibrated.
-        bound: Speed over `sync` to which it was limited (`scheduler.cost.bounds`); 0 if it was not.
+        bound: Speed relative to `sync` to which it was limited (`scheduler.cost.bounds`); 0 if it was not.
     """
 
     plan: Plan
@@ -106,7 +107,7 @@ def rank(candidates: Sequence[Plan], conditions: Conditions) -> list[Prediction]
 def predict(
     plan: Plan, conditions: Conditions, *, basis: Flow | None = None, shared: dict[str, Flow] | None = None
 ) -> Prediction:
-    """Predict for one plan. `basis` is the flow of `sync`, `shared` has flows computed before, by label."""
+    """Predict for one plan. `basis` is the flow of `sync`; `shared` holds flows computed before, by label."""
     flow = _flow(plan, conditions, shared or {})
     sync = flow if plan.plain else basis or _flow(Plan.sync(conditions.world_size), conditions, {})
     gains = np.maximum(_progress(flow, conditions), 1e-6)
@@ -139,7 +140,7 @@ def _reach(drift: float, conditions: Conditions) -> float:
 
 
 def _progress(flow: Flow, conditions: Conditions) -> Array:
-    """Mean progress of an update, for the price and its quantiles."""
+    """Mean progress of an update, for the price and for its quantiles."""
     prices = conditions.early * conditions.prices
     if len(flow.weights) <= _FEW:
         kinds = list(zip(flow.weights.tolist(), flow.drifts.tolist(), strict=True))
@@ -175,19 +176,19 @@ def ring_s(conditions: Conditions, members: Sequence[int] | _Ranks | None = None
     if len(rate) < 2:
         return 0.0
     wire_s = _wire_s(conditions, rate)
-    # `beyond_s` is half negotiation, independent of the number of members, and half hops of the ring.
+    # `beyond_s` is half negotiation, which does not depend on the number of members, and half hops of the ring.
     hops = (len(rate) - 1) / (conditions.world_size - 1)
     beyond_s = conditions.beyond_s * 0.5 * (1.0 + hops)
     return CYCLE_S + beyond_s + max(0.1 * wire_s, wire_s - _OVERLAP * conditions.typical_s)
 
 
 def _served_s(conditions: Conditions) -> float:
-    """Time of a push and its reply besides their transfer."""
+    """Time of a push and its reply without their transfer."""
     return _WAY_S + _SERVED * conditions.beyond_s
 
 
 def _averaging_s(conditions: Conditions) -> float:
-    """Time of an averaging, all of it exposed."""
+    """Time of an averaging that is not hidden behind compute."""
     if conditions.world_size < 2:
         return 0.0
     return CYCLE_S + conditions.beyond_s + LOCAL_COPIES * _wire_s(conditions, conditions.rate)
@@ -209,7 +210,7 @@ def _sync(plan: Plan, conditions: Conditions) -> Flow:
     times = conditions.times_s * _share_factors(plan, conditions) if plan.uneven else conditions.times_s
     steps = times.max(axis=1)
     if plan.steal:
-        # Ranks see the times of a step while it goes on, so slowness that moves costs no more than one that stays.
+        # Ranks see the times of a step while it runs, so slowness that moves costs no more than slowness that stays.
         parts = conditions.microbatches or _USUAL_PARTS
         fine = grain(conditions.batch or _USUAL_BATCH, parts)
         fixed_part = conditions.fixed_part
@@ -219,7 +220,7 @@ def _sync(plan: Plan, conditions: Conditions) -> Flow:
 
 
 def _share_factors(plan: Plan, conditions: Conditions) -> Array:
-    """Every rank's time with its batch share over that with a usual batch; `sync(balanced)` has the best shares."""
+    """Every rank's time with its batch share relative to a usual batch; `sync(balanced)` has the best shares."""
     shares, batch = plan.batch_shares, conditions.batch or _USUAL_BATCH
     if plan.balanced:
         shares = solve_shares(conditions.usual_s.tolist(), batch, conditions.fixed_part)
@@ -268,7 +269,7 @@ def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
     late = np.maximum(1.0, np.ceil(each_s / interval_s))
     pace = late  # A child contributes a gradient every `late` steps.
     if plan.in_background(conditions.background):
-        # All it makes, as old as the oldest of those that were added up while the push before was under way.
+        # It contributes all its gradients, each as old as the oldest of those summed during the previous push.
         pace = np.maximum(1.0, own_s / interval_s)
         late = np.maximum(1.0, np.ceil((each_s + np.maximum(0.0, way_s - own_s)) / interval_s))
     weight = damped(damping_scale(plan, float(plan.world_size)), late)
@@ -280,7 +281,7 @@ def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
 
 
 def _way_s(plan: Plan, conditions: Conditions) -> Array:
-    """Exposed time of a push and its reply, of every rank in every step or of every rank."""
+    """Exposed time of a push and its reply, for every rank, or for every rank in every step."""
     push_s = reply_s = np.asarray(conditions.comm_bytes / conditions.rate)
     if plan.pushes_early(conditions.background):
         push_s = push_left_s(push_s, conditions.times_s, conditions.edge_part)
@@ -290,10 +291,11 @@ def _way_s(plan: Plan, conditions: Conditions) -> Array:
 
 
 def part_behind_compute(plan: Plan, conditions: Conditions) -> float:
-    """Time of a step with transfers behind compute over that of the plan that does not say; 1 where not priced.
+    """Time of a step with transfers behind compute relative to the same plan without `transmission`; 1 if not priced.
 
-    At servers the step of the rank that completes an update, or of a usual one: a slower rank's link is not waited for.
-    Without a replay, to choose which plans are worth one. No step of the members waits for a child.
+    Computed without a replay, to choose which plans are worth one. With servers it is the step of the rank that
+    completes an update, at least of a typical rank: a slower rank's link is not waited for. With `subgroup` it is 1,
+    because no step of the members waits for a child.
     """
     if plan.mode == "ps":
         last = max(plan.quorum, (plan.world_size + 1) // 2) - 1

@@ -3,11 +3,11 @@
 Two sizes are known; between them values are interpolated by the logarithm of the gradient bytes:
 
 * Up to 10 kB. Measured by this project with a perceptron of 10 kB on the digits: ASGD of four ranks needs 0.95 to 1.27
-  times the samples of a synchronous run at a quarter to a half of the learning rate that is fastest for the latter; at
-  the fastest itself it does not converge. With one of 107 kB on Fashion-MNIST (momentum 0.9, 102 runs, steps
-  to 73 to 82 %), 4 ranks, over a synchronous run's: `ps(3)` 1.38 to 1.45, `asgd` 4.9 to 5.9, `ps(backup=1)` 1.02
-  to 1.09, `partial(3)` 1.06 to 1.19, two slow ranks late 1.27 to 1.36: a price and a rate ratio of 0.5 fit
-  these to about a tenth.
+  times the samples of a synchronous run, at a quarter to a half of the learning rate that is fastest for the latter; at
+  that fastest rate itself it does not converge. With a perceptron of 107 kB on Fashion-MNIST (momentum 0.9, 102 runs,
+  steps to 73 to 82 %), 4 ranks, relative to a synchronous run: `ps(3)` 1.38 to 1.45, `asgd` 4.9 to 5.9, `ps(backup=1)`
+  1.02 to 1.09, `partial(3)` 1.06 to 1.19, two slow ranks late 1.27 to 1.36: a price and a rate ratio of 0.5 fit these
+  to about a tenth.
 * Convolutional networks from 4 MB on. ASGD of 8 ranks, a drift of 0.875, is where runs begin to miss the target
   (Sync-Switch, Li et al. 2021: one of four runs reaches 0.90 of a ResNet on CIFAR-10, none 0.915), and delayed gradient
   descent needs a price of at least the learning-rate ratio.
@@ -28,7 +28,7 @@ class Prior:
     Attributes:
         price: Median of the price of staleness c (`scheduler.cost.progress`), which is log-normal.
         spread: Standard deviation of its logarithm.
-        lr_ratio: rho, the learning rate over the best one.
+        lr_ratio: rho, the learning rate relative to the best one.
         drift_limit: Drift at which half of the runs miss their target.
         drift_softness: Scale of the logistic, in units of drift: at `drift_limit` + softness 73 of 100 runs miss it.
     """

@@ -10,12 +10,12 @@ On a quadratic, a step of size eta along an estimate g of the gradient G changes
 
     progress = (2 signal - rho L^2 K(m) / K(n)) / (2 - rho)         in synchronous steps
 
-phi is the noise scale in gradients of one rank, n the ranks, rho the learning rate over the one that is best for n.
+phi is the noise scale in gradients of one rank, n the ranks, rho the learning rate relative to the best one for n.
 A synchronous step has progress 1. With the `noise` learning-rate rule and rho = 1 it is K(n) / K(x), STAR's rule; with
 a small learning rate (rho -> 0) only L counts, so a smaller batch gains nothing by itself.
 
 d_i, the drift, is how far the parameters moved since gradient i was computed, in synchronous steps: the sum of the
-lengths of the updates between. ASGD with n workers and L = 1 / n has a drift of (n - 1) / n, not of n - 1.
+lengths of the updates in between. ASGD with n workers and L = 1 / n has a drift of (n - 1) / n, not of n - 1.
 The price c is at least rho: delayed gradient descent on a quadratic gains nothing from more, staler steps.
 """
 
@@ -73,7 +73,7 @@ def update_progress(
         gradients: m, the effective number of gradients in it.
         noise: phi in gradients of one rank.
         world: Ranks, the gradients of a synchronous step.
-        lr_ratio: rho, the job's learning rate over the best one, above 0 and below 2.
+        lr_ratio: rho, the job's learning rate relative to the best one, above 0 and below 2.
     """
     penalty = lr_ratio * length * length * iterations(noise, gradients) / iterations(noise, world)
     return (2.0 * signal - penalty) / (2.0 - lr_ratio)

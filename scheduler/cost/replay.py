@@ -24,9 +24,9 @@ __all__ = ["Flow", "order_interval", "partial_flow", "server_flow"]
 Array = npt.NDArray[np.float64]
 _Counts = npt.NDArray[np.int64]
 
-_GRACE = 0.25  # Of the usual time, as `ClosingRule` waits after the quorum.
+_GRACE = 0.25  # Fraction of the usual time that `ClosingRule` waits after the quorum.
 _ARRIVALS = 24  # Arrivals per rank in a replay of servers.
-_ROWS = 8  # Rows up to which columns are sorted by comparing whole rows.
+_ROWS = 8  # Up to this many rows, columns are sorted by comparing whole rows.
 _MANY = 128
 _NONE = np.zeros((0, 1), dtype=np.int64)
 
@@ -139,7 +139,7 @@ def _steady(ends: Array, stale: _Counts, updates: int) -> tuple[float, _Counts, 
 def _backup(times: Array, x: int, updates: int, gap_s: float) -> tuple[float, float]:
     """Mean interval of updates of the first x fresh gradients, and its relative standard error.
 
-    Later gradients are dropped on arrival; their ranks begin again with the parameters of that time.
+    Later gradients are dropped on arrival; their ranks start again with the parameters of that time.
     """
     rows, n = times.shape
     if n <= FEW:
@@ -214,9 +214,9 @@ def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, scales
     """Steps that wait for a quorum and a grace, for several quorums at once.
 
     Args:
-        times: Expected compute times, shape (n_steps, n_ranks); replayed twice or, of many ranks, a few steps longer.
+        times: Expected compute times, shape (n_steps, n_ranks); replayed twice or, with many ranks, a few steps longer.
         quorums: m of every case.
-        fixed_s: Time of a step besides computing.
+        fixed_s: Time of a step besides compute.
         scales: `damping_scale` of every case.
     """
     usual = _median(times)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 __all__ = ["FEW", "backup", "order", "partial"]
 
 FEW = 16
-"""Ranks up to which loops are faster than operations on arrays."""
+"""Most ranks for which loops are faster than operations on arrays."""
 
 Rows = Sequence[Sequence[float]]
 
@@ -74,7 +74,7 @@ def partial(
     Args:
         rows: Times of all ranks, replayed twice, seconds.
         quorum: Fresh gradients that a step waits for.
-        fixed_s: Time of a step besides computing.
+        fixed_s: Time of a step besides compute.
         slow: Ranks that the grace does not wait for.
         grace_s: Longest wait for the others after the quorum.
 

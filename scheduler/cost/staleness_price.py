@@ -31,7 +31,7 @@ class StalenessPrice:
         prior: Assumptions on the network.
 
     Attributes:
-        prior: The same; its rho and its drift limit are not learned.
+        prior: As given; its rho and its drift limit are not learned.
         observations: Stretches used.
 
     Raises:
@@ -72,7 +72,8 @@ class StalenessPrice:
             world: Ranks.
 
         Returns:
-            Whether it was used: not without updates, with values that are not finite, or as first without a decrease.
+            Whether it was used. It is not without updates, with values that are not finite, or if the first stretch has
+            no decrease.
         """
         if not (updates > 0.0 and math.isfinite(decrease) and math.isfinite(drift) and length > 0.0):
             return False

@@ -17,7 +17,7 @@ def outlook(window: Window, quantiles: Sequence[float] = (0.1, 0.5, 0.9), thresh
     """Forecast the next step from a window's reports; takes some tens of milliseconds for eight ranks.
 
     Args:
-        window: Recent reports. A rank without a report of a step (it was late) has an unknown time there.
+        window: Recent reports. If a rank has no report of a step (it was late), its time there is unknown.
         quantiles: Ascending, between 0 and 1.
         threshold: Multiple of the step's lower median above which a rank is slow.
 

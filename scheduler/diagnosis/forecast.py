@@ -14,8 +14,8 @@ contention does (runs of 3.4 iterations on average). The quantiles are those of 
 rank's scatter.
 
 Medians, not means, are forecast: times are skewed, and the median minimizes the absolute error. The result is a
-weighted mean of this fit, the median of the past and the last value, with weights by their recent errors: the second
-is best where there is nothing to learn, the third in intermittent contention.
+weighted mean of this fit, the median of the past and the last value, weighted by their recent errors: the second is
+best if there is nothing to learn, the third in intermittent contention.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ Array = npt.NDArray[np.float64]
 
 _PRIOR = np.array([0.85, 0.35, 0.15, 0.0, 0.9, 0.05])
 """Prior weights: rounded means of fits to the first 70 % of the twenty matrices in STAR's logs, except for the large
-deviation, of which those have none: contention that lasts 3.4 iterations continues with probability 1 - 1 / 3.4."""
+deviation, which those logs do not contain: contention of 3.4 iterations continues with probability 1 - 1 / 3.4."""
 _PRIOR_REPORTS = 400.0
 """Weight of the prior in reports: 50 iterations of 8 ranks."""
 _MEMORY = 256  # Iterations of exponential forgetting in the fit.
 _LEVEL_MEMORY = 128  # Reports in a level.
 _SHRINK = 10.0  # Reports after which half of a rank's level is its own.
-_LOSS_MEMORY = 64  # Iterations.
+_LOSS_MEMORY = 64  # Iterations over which the candidates' errors are averaged.
 _LOSS_SCALE = 0.25  # Log odds per unit of loss.
 _RESIDUALS = 64  # Iterations whose residuals form the quantiles.
 _MOST_RESIDUALS = 8192  # Over all ranks: with a thousand ranks fewer iterations suffice.
 _LEAST_SHIFT = math.log(THRESHOLD)  # Smallest change point.
 _LARGEST_LOG = 300.0  # Limits absurd times, which must not overflow.
-_FAR = 3.0  # Scatters that jitter does not reach.
+_FAR = 3.0  # Deviation, in scatters, that jitter does not reach.
 _PERSISTENCE = 5  # Reports on one side that make a change point; with three, undisturbed logs have some.
 _LEAST_SCATTER = 0.005  # Of the logarithm: clocks and schedulers are no more precise than 0.5 %.
 
@@ -351,7 +351,7 @@ class _Scatter:
 
 
 class _Volatility:
-    """Factor of the present scatter over the usual one, which persists (autoregression of its logarithm)."""
+    """Factor of the current scatter over the usual one, which persists (autoregression of its logarithm)."""
 
     def __init__(self) -> None:
         self.factor = 1.0

@@ -26,7 +26,7 @@ _DISCOUNT = 0.5
 jobs in the simulator switched to servers that cost more than the remaining freezes."""
 
 _LEAST_STEPS = 25.0  # Shortest period of a rate.
-_NEGLIGIBLE = 0.05  # Expected cost per step, over the usual step, below which freezes of a rank are ignored.
+_NEGLIGIBLE = 0.05  # Expected cost per step, relative to the usual step, below which freezes of a rank are ignored.
 
 _SILENT_S, _SILENT_STEPS = 1.0, 10.0  # As in `stragglers`.
 

@@ -1,4 +1,4 @@
-"""What every rank's host has left, from the ranks' readings: one number per host, steady enough to decide on. Pure."""
+"""Unused capacity of every rank's host, from the ranks' readings: one stable number per host. Pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from scheduler.plan.headroom import Headroom
 
 __all__ = ["HostHeadroom"]
 
-_SMOOTHING = 0.4  # Weight of the newest reading, one per second.
+_SMOOTHING = 0.4  # Weight of the newest reading; there is one per second.
 _STEP_CORES = 0.25
-"""Idle cores are used in steps of this size, and change only once a reading is half a step outside of its own:
-placement must not follow the noise of readings, because servers that move have to be started anew."""
+"""Idle cores are rounded to steps of this size, and change only when a reading is half a step outside the current one:
+placement must not follow the noise of readings, because moving servers means to start them again."""
 
 
 class HostHeadroom:
@@ -34,7 +34,7 @@ class HostHeadroom:
         self._used: dict[str, float] = {}
 
     def note(self, rank: int, stats: MachineStats) -> None:
-        """Take in a rank's readings; the first are of its start."""
+        """Record a rank's readings; the first ones fall into its start."""
         self._latest[rank] = stats
         self._readings[rank] += 1
         host = self._hosts[rank]
@@ -42,7 +42,7 @@ class HostHeadroom:
         if math.isnan(free) or self._starts(host):
             return
         before = self._smooth.get(host, free)
-        # Every rank of a host reports the same processors: together they weigh as much as one.
+        # All ranks of a host report the same processors: together they weigh as much as one.
         weight = _SMOOTHING / len(self._ranks[host])
         self._smooth[host] = free if host not in self._smooth else before + weight * (free - before)
         above = self._smooth[host] - self._used.get(host, math.inf)
@@ -64,13 +64,13 @@ class HostHeadroom:
         )
 
     def _starts(self, host: str) -> bool:
-        """Whether a rank of a host has sent no readings but those of its start, when it uses what it will not need."""
+        """Whether a rank of a host has only sent readings from its start, when it uses cores it will not need later."""
         return min((count for rank in self._ranks[host] if (count := self._readings[rank])), default=0) < 2
 
     def _free_at_start(self, host: str) -> float:
-        """Idle cores, and those that the job's ranks use for their start, in the proportion that they get them in.
+        """Idle cores, plus the part of the cores used by the starting ranks that will become idle.
 
-        Where others compete for cores, these take them over once the ranks need them no more.
+        If other processes compete for cores, they take over their proportion of these once the ranks release them.
         """
         latest = [self._latest[rank] for rank in self._ranks[host]]
         idle, own = self._free(host), sum(_known(one.own_cpu_cores) for one in latest)

@@ -36,7 +36,7 @@ LINK_RATIO = 0.5
 LINK_CALM = 0.75
 
 _SHARE = 0.2
-"""Least fraction of the rank's step that a usual link would save for a switch. It also avoids false alarms where the
+"""Least fraction of a rank's step that a usual link must save to justify a switch. It also avoids false alarms if the
 gradient is so small that its rate measures latency."""
 
 _HALF_LIFE, _LONGEST = 48.0, 4
@@ -44,11 +44,11 @@ _HALF_LIFE, _LONGEST = 48.0, 4
 slow k times, up to `_LONGEST`."""
 
 _SLOW, _NORMAL = 1.0 / LINK_RATIO, 1.3
-"""Time per byte, over the usual one, above which a link becomes slow and below which it is normal."""
+"""Time per byte, relative to the usual one, above which a link becomes slow and below which it is normal."""
 
 
 def link_ratio(window: Window, rank: int) -> float:
-    """The rate of the rank's link over the lower median of the others'; NaN where either is unknown."""
+    """The rate of the rank's link relative to the lower median of the others'; NaN if either is unknown."""
     return float(link_ratios(window.table.link_bytes_per_s)[rank])
 
 
@@ -108,9 +108,9 @@ class LinkMemory:
             rate: Link rate of every rank, bytes/s, infinite where unknown, shape (n_ranks,).
 
         Returns:
-            The expected rates: the present ones or, for a link that was slower recently, the weighted mean.
+            The expected rates: the current ones or, for a link that was slower recently, the weighted mean.
         """
-        now = 1.0 / np.maximum(rate, 1.0)  # The inverse of less would be infinite, and stay so.
+        now = 1.0 / np.maximum(rate, 1.0)  # The inverse of a smaller rate could be infinite, and would stay so.
         if self._cost is None or self._step is None or window.step < self._step or len(now) != len(self._cost):
             self._cost, self._step = now, window.step
             self._times, self._slow = np.zeros(len(now)), np.zeros(len(now), dtype=np.bool_)

@@ -13,9 +13,9 @@ import numpy as np
 
 __all__ = ["MachineStats", "machine_evidence", "throttled_shares"]
 
-_THROTTLED = 0.1  # Share of the time below which a quota costs less than jitter.
+_THROTTLED = 0.1  # Share of time below which throttling by a quota costs less than jitter.
 _PRESSURE, _PRESSURE_LEAD = 0.4, 0.25
-_CLOCK = 0.85  # Of the other ranks' clock share: GPUs of one model boost within a few percent of each other.
+_CLOCK = 0.85  # Fraction of the other ranks' clock share: GPUs of one model boost within a few percent of each other.
 _DROPS_PER_S = 10.0
 
 
@@ -26,7 +26,7 @@ class MachineStats:
     Attributes:
         throttled_share: Share of the time its control group was throttled by a CPU quota.
         pressure_share: Share of the time some task of its host waited for a processor.
-        gpu_clock_share: Clock of its GPU over the highest one.
+        gpu_clock_share: Clock of its GPU relative to the highest one.
         gpu_throttled: 1 while power, heat or a hardware brake reduces that clock, else 0.
         gpu_temperature_c: Degrees Celsius.
         nic_drops_per_s: Packets per second that its network interface dropped or received damaged.
@@ -34,7 +34,7 @@ class MachineStats:
         own_cpu_cores: Processors that its process uses.
         usable_cpu_cores: Processors it may use.
         neighbour_ranks: Ranks of this user's other jobs on the same processors.
-        neighbour_slack_cores: Processors that those can lose without their jobs getting slower.
+        neighbour_slack_cores: Processors that those ranks can lose without their jobs getting slower.
     """
 
     throttled_share: float = math.nan

@@ -14,17 +14,17 @@ from scheduler.records import Window
 __all__ = ["CALM_REPORTS", "SlowSince", "first_slow_step"]
 
 CALM_REPORTS = 12
-"""Consecutive own reports that are not slow after which an episode ends: equal to the steps without stragglers after
-which a job returns to `sync`. Reports, not steps: a slow rank of a relaxed mode makes one every few steps."""
+"""An episode ends after this many consecutive own reports that are not slow: equal to the steps without stragglers
+after which a job returns to `sync`. Reports, not steps: a slow rank of a relaxed mode makes one every few steps."""
 
 
 def first_slow_step(straggler: Straggler, steps: Mapping[int, int]) -> int:
-    """The step since which a straggler is slow; `steps` is that of `SlowSince`, which may precede the window."""
+    """The step since which a straggler is slow; `steps` comes from `SlowSince` and may precede the window."""
     return min(straggler.since_step, steps.get(straggler.rank, straggler.since_step))
 
 
 class SlowSince:
-    """Records the first slow step of every rank's present episode, from all windows of a job in order.
+    """Records the first slow step of every rank's current episode, from all windows of a job in order.
 
     An episode ends with `CALM_REPORTS` reports that are not slow, so intermittent slowness is one episode.
     """
@@ -34,7 +34,7 @@ class SlowSince:
 
     @property
     def steps(self) -> Mapping[int, int]:
-        """First slow step of each rank's present episode."""
+        """First slow step of each rank's current episode."""
         return self._steps
 
     def note(self, window: Window) -> None:

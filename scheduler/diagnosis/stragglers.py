@@ -55,7 +55,7 @@ _CAUSE_SHARE = 0.5
 """Share of a rank's excess time that waiting for data, or for a processor, must explain to be the cause: more than
 everything else together."""
 
-_WIRE_MOST = 2.0  # Largest communication time of a step, over the transfer time, that is attributed to the link.
+_WIRE_MOST = 2.0  # Largest multiple of the transfer time that a step's communication attributes to the link.
 
 SILENT_STEPS = 10
 """A rank is silent after this many usual steps, three of its own, and one second: agents send heartbeats more often."""
@@ -70,13 +70,14 @@ class Straggler:
 
     Attributes:
         rank: The rank.
-        slowdown: Median of its slow reports over the reference; 4.0 means that a batch takes four times as long. For
-            a link: median rate of the others over its own. For silence: its duration over the reference.
-        since_step: Global step of the first report of the present slow run, or the window's first if it began before
+        slowdown: Median of its slow reports relative to the reference; 4.0 means that a batch takes four times as long.
+            For a link: median rate of the others relative to its own. For silence: its duration relative to the
+            reference.
+        since_step: Global step of the first report of the current slow run, or the window's first if it began before
             (see `scheduler.diagnosis.slow_episodes`); the window's end for a link and for silence, which have no
             history.
         cause: One of `CAUSES`.
-        evidence: The numbers behind it in one phrase.
+        evidence: The numbers behind the diagnosis in one phrase.
         silent: Whether it is a straggler by silence.
     """
 
@@ -105,7 +106,7 @@ def find_stragglers(
     persistence: int = PERSISTENCE,
     readings: Readings | None = None,
 ) -> tuple[Straggler, ...]:
-    """Find the ranks that are slow now, in order of rank; of a rank's causes the costliest.
+    """Find the ranks that are slow now, in order of rank; if a rank has several causes, the costliest is given.
 
     Compute: its last `persistence` reports are all slow, that is above `threshold` times the reference and, so that a
     slowdown of the whole job does not count, above `threshold` times the fastest rank at that step: see `Readings`.

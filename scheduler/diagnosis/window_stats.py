@@ -34,16 +34,16 @@ MIN_REPORTS = 3
 """A rank with fewer reports has no meaningful median: it is not judged and not part of the reference."""
 
 RECENT = 32
-"""Reports per rank in its median: more than a rotation of a few steps, fewer than a training phase."""
+"""Reports per rank in its median: more than a straggler's rotation of a few steps, fewer than a training phase."""
 
 
 def slow_limit_s(usual_s: float, threshold: float = THRESHOLD) -> float:
-    """Seconds above which a batch is slow, for a usual time of `usual_s`; NaN of NaN."""
+    """Seconds above which a batch is slow, for a usual time of `usual_s`; NaN if that is NaN."""
     return max(threshold * usual_s, usual_s + RESOLUTION_S)
 
 
 _SOME = 16
-"""Ranks sampled first for the fastest of a step."""
+"""Ranks sampled first to find the fastest of a step."""
 
 
 class Readings:

@@ -48,7 +48,7 @@ def check_text(text: str, features: Sequence[str]) -> None:
         features: Names of the feature columns.
 
     Raises:
-        BoosterError: The text is invalid; says where, what was got and what was expected.
+        BoosterError: The text is invalid; the message says where, what was found and what was expected.
     """
     if not text.isascii():
         at = next(at for at, letter in enumerate(text) if not letter.isascii())

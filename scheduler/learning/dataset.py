@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 TABLE_VERSION = 1
-"""Version of the columns besides the features'."""
+"""Version of the columns other than the features."""
 
 META: dict[str, str] = {
     "source": "simulated or real",
@@ -57,7 +57,7 @@ TARGETS: dict[str, str] = {
 
 
 class DatasetError(ValueError):
-    """An unusable table; the message says what was got, what was expected and what to do."""
+    """An unusable table; the message says what was found, what was expected and what to do."""
 
 
 def _pandas() -> Any:

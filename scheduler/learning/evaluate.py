@@ -1,8 +1,8 @@
 """Regret of policies against the best fixed mode in hindsight, in held-out simulated jobs.
 
 Every scenario is a newly drawn network, cluster and contention; all fixed modes are simulated to the target, then every
-policy. Regret is the expected time to the target (a job that misses it is repeated in `sync`) over the best fixed
-mode's, minus 1: negative if switching beats every fixed mode. `oracle` is that best fixed mode.
+policy. Regret is the expected time to the target (a job that misses it is repeated in `sync`) relative to the best
+fixed mode's, minus 1: negative if switching beats every fixed mode. `oracle` is that best fixed mode.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def hosts(n: int) -> list[str]:
 
 
 def fixed_plans(scenario: Scenario) -> dict[str, Plan]:
-    """Every fixed mode, with arguments from hindsight; a name means the same in all scenarios."""
+    """Return every fixed mode, with arguments from hindsight; a name means the same in all scenarios."""
     n = scenario.world_size
     mean_s = mean_times_s(scenario)
     usual = sorted(mean_s)[(n - 1) // 2]

@@ -30,7 +30,7 @@ MOMENT: tuple[str, ...] = (
     "noise_log",  # phi over the number of ranks.
     "wire_log",  # An all-reduce's bytes over the slowest link, over the typical compute time.
     "wire_usual_log",  # The same over the median link.
-    "wire_now_log",  # The same over the presently slowest link.
+    "wire_now_log",  # The same over the currently slowest link.
     "cycle_log",  # A collective's negotiation over the typical compute time.
     "slow_share",  # Share of ranks whose mean time is above the limit of slow.
     "link_share",  # Share of ranks whose link has less than half of the median rate.
@@ -47,13 +47,13 @@ MOMENT: tuple[str, ...] = (
     "late_ranks",  # Share of ranks with a slow report.
     "late_worst",  # Share of slow reports of the rank with most of them.
     "late_factor_log",  # Mean of slow reports over the typical time.
-    "run_log",  # Longest present slow run, in reports.
+    "run_log",  # Longest current slow run, in reports.
     "run_whole",  # Its share of the rank's reports.
     "run_mean_log",  # Mean length of a slow run.
     "onset_log",  # Slow runs per report.
     "jitter_log",  # Spread of reports that are not slow.
-    "starved",  # Largest share of its time a rank is without a processor.
-    "fed",  # Largest share of its time a rank waits for data.
+    "starved",  # Largest share of time that a rank is without a processor.
+    "fed",  # Largest share of time that a rank waits for data.
     "silent_log",  # Longest silence over the typical time.
     "frozen_log",  # Time per step lost to freezes, over the typical one.
     "frozen_share",  # Share of ranks that freeze repeatedly.
@@ -65,7 +65,7 @@ MOMENT: tuple[str, ...] = (
     "price_seen_log",  # Observations it was learned from.
     "active_mode",
     "active_out",  # Share of ranks the active plan does not wait for.
-    "active_log",  # The cost model's relative time of the active plan; 0 if it is no candidate.
+    "active_log",  # The cost model's relative time of the active plan; 0 if it is not a candidate.
     "best_log",  # The cost model's least relative time.
     "offered",  # Number of candidates.
 )
@@ -74,10 +74,10 @@ MOMENT: tuple[str, ...] = (
 PLAN: tuple[str, ...] = (
     "mode_index",  # Index in `MODES`.
     "is_active",
-    "out",  # Share of ranks it does not wait for.
-    "out_extra",  # The same less the share of slow ranks.
-    "waited_log",  # Mean time of the slowest rank it waits for, over the typical one.
-    "waited_link_log",  # The slowest link that it waits for, over the median one.
+    "out",  # Share of ranks the plan does not wait for.
+    "out_extra",  # `out` less the share of slow ranks.
+    "waited_log",  # Mean time of the slowest rank the plan waits for, over the typical one.
+    "waited_link_log",  # The slowest link the plan waits for, over the median one.
     "served_log",  # Transfer time of an update at the servers, over the typical compute time.
     "groups",  # Groups over ranks.
     "local_log",  # Steps between two averagings.
@@ -87,7 +87,7 @@ PLAN: tuple[str, ...] = (
     "cost_log",  # The cost model's relative time.
     "cost_low_log",
     "cost_high_log",
-    "cost_gap_log",  # The same over the least of all candidates.
+    "cost_gap_log",  # The cost model's relative time over the least of all candidates.
     "cost_interval_log",  # The cost model's time between updates over that of `sync`.
     "cost_progress_log",  # The cost model's progress of an update.
     "cost_drift",
@@ -122,7 +122,7 @@ def rows(
         conditions: The conditions of the decision.
         window: Recent reports; late or silent ranks are in it with their last reports.
         active: The active plan.
-        predictions: The cost model's, one per candidate, in the same order.
+        predictions: The cost model's predictions, one per candidate, in the same order.
 
     Returns:
         Shape (n_candidates, n_features), columns as in `FEATURES`; all finite.

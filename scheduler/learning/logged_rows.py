@@ -85,7 +85,7 @@ def _program(text: str, *, tagged: bool) -> str:
 
 
 def _first_hyper(hyper: Mapping[str, Any]) -> dict[str, Any]:
-    """Initial hyperparameters: a schedule keeps its initial rate beside the present one."""
+    """Initial hyperparameters: a schedule keeps its initial rate beside the current one."""
     found = dict(hyper)
     if "initial_lr" in found:
         found["lr"] = found.pop("initial_lr")

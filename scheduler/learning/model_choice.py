@@ -1,4 +1,4 @@
-"""Selects the model of a job's decisions: STAR_MODEL's, the package's, or none."""
+"""Selects the model that a job decides with: the one of STAR_MODEL, the package's, or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def find_ranker(environ: Mapping[str, str], warn: Callable[[str], None]) -> Rank
     """Load the ranker of a job; fetching from a registry takes at most `registry.FETCH_S`.
 
     `STAR_MODEL` is a model's folder, an MLflow URI such as `models:/star-tta@champion`, or `cost_model` for none. The
-    default is the package's model. Any other one is first tried in another process.
+    default is the package's model. Any other model is first tried in another process.
 
     Args:
         environ: The environment.

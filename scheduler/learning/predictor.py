@@ -1,4 +1,4 @@
-"""The learned predictor: relative time of a mode over `sync`, with an interval, and the probability of the target.
+"""The learned predictor: time of a mode relative to `sync`, with an interval, and the probability of the target.
 
 LightGBM corrects the cost model instead of replacing it: three heads predict the quantiles 5, 50 and 95 % of
 
@@ -48,7 +48,7 @@ SHIPPED = Path(__file__).parents[1] / "models" / "default"
 """The package's model."""
 
 _SHIPPED_SHA256 = "38f58c7966b9555457a8ba54f37a590ea5c60945abab1806f81e0f7804fc926e"
-"""SHA-256 of its `model.json`, which has those of its heads: this exact model needs no trial."""
+"""SHA-256 of its `model.json`, which holds the hashes of its heads: this exact model needs no trial."""
 
 _FILE = "model.json"
 _MOST_BYTES = 32 << 20
@@ -61,7 +61,7 @@ _CORRECTION_WEIGHT = 0.5
 
 
 class ModelError(ValueError):
-    """An unusable model; the message says what was got, what was expected and what to do."""
+    """An unusable model; the message says what was found, what was expected and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Predictor:
         boosters: Per head a `boosters.Booster` or a LightGBM booster.
 
     Attributes:
-        about: The same: versions, training data, metrics.
+        about: Contents of `model.json`: versions, training data, metrics.
         fallbacks: Rows so far that got the cost model's prediction.
         predicted: All rows so far.
     """

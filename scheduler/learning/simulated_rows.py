@@ -51,8 +51,8 @@ class Moment:
         step: Global step.
         plans: The candidates.
         features: Feature rows, shape (n_candidates, n_features).
-        log_relative: Logarithm of the time to equal progress over that of `sync`.
-        reached: Probability of reaching the target if the whole job went like that.
+        log_relative: Logarithm of the time to equal progress relative to `sync`.
+        reached: Probability of reaching the target if the whole job continued like this.
         cost: The cost model's relative times.
     """
 
@@ -71,7 +71,7 @@ def in_order(offered: Sequence[Plan], conditions: Conditions) -> list[Prediction
 
 
 def fork(job: Job, plans: Sequence[Plan], *, steps: int = HORIZON_STEPS) -> tuple[Array, Array]:
-    """Simulate each plan from the job's present state; the job itself is not changed.
+    """Simulate each plan from the job's current state; the job itself is not changed.
 
     Args:
         job: A simulated job between two steps.
@@ -79,7 +79,7 @@ def fork(job: Job, plans: Sequence[Plan], *, steps: int = HORIZON_STEPS) -> tupl
         steps: Length of the horizon.
 
     Returns:
-        (log of the time to equal progress over that of `sync`, probability of the target), each (n_plans,).
+        (log of the time to equal progress relative to `sync`, probability of the target), each (n_plans,).
     """
     usual = job._usual_s()
     completed = [with_groups(plan, usual) for plan in plans]
@@ -110,7 +110,7 @@ def _kinds(plans: Sequence[Plan]) -> list[list[int]]:
             continue
         key: object = index
         if vectorised(plan):
-            # Updates of one gradient are many more, and the others would have to be simulated as long.
+            # Updates of one gradient are far more frequent, and the others would have to be simulated as long.
             key = "rounds" if plan.mode in ("sync", "partial") else (plan.mode, plan.mode == "ps" and plan.quorum == 1)
         kinds.setdefault(key, []).append(index)
     return list(kinds.values())

@@ -25,7 +25,7 @@ from scheduler.learning.features import FEATURES
 __all__ = ["TRIAL_S", "try_heads"]
 
 TRIAL_S = 60.0
-"""Longest trial; on an idle core the package's model takes half a second."""
+"""Longest time of a trial; on an idle core the package's model takes half a second."""
 
 _MEMORY_BYTES = 4 << 30  # Address space: threads and libraries reserve more than they use.
 _CPU_S = 60

@@ -24,7 +24,7 @@ def resolve(
     headroom: Sequence[Headroom],
     state_bytes: int,
 ) -> Plan:
-    """Fill in what a plan leaves open.
+    """Return the plan with the servers and groups that it leaves open.
 
     Args:
         plan: The next plan.
@@ -33,7 +33,7 @@ def resolve(
         hosts: Host of every rank.
         slow: Ranks that are slow now.
         link_bytes_per_s: Measured rate of every rank's link, NaN where unknown.
-        headroom: What is left on every rank's host.
+        headroom: Unused capacity of every rank's host.
         state_bytes: Parameters and optimizer state.
 
     Raises:
@@ -81,7 +81,7 @@ def _with_servers(
     times_s: Sequence[float],
 ) -> Plan:
     if plan.family == active.family == "ps":
-        # The same servers continue under another rule; how pushes travel is fixed from the session's first plan on.
+        # The same servers continue under another rule; the session's first plan fixes how pushes travel.
         return plan.replace(servers=active.servers, transmission=active.transmission)
     if plan.servers:
         chosen = plan.servers

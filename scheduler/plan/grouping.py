@@ -33,10 +33,10 @@ SIMILAR = 0.15
 densenet iteration and 45 % of an alexnet one; uncontended compute times vary by 2 to 14 %."""
 
 _TARGET = 1.2
-"""Run time over the undisturbed one that needs no further group: the paper's result."""
+"""Run time relative to the undisturbed one at which no further group is needed: the paper's result."""
 
 _CEILING_SHARE = 0.95
-"""Fraction of the attainable throughput that needs no further group, which would add staleness."""
+"""Fraction of the attainable throughput at which no further group is needed; one would only add staleness."""
 
 
 def throughput(times_s: Sequence[float], groups: Iterable[Sequence[int]]) -> float:
@@ -44,7 +44,7 @@ def throughput(times_s: Sequence[float], groups: Iterable[Sequence[int]]) -> flo
 
     Args:
         times_s: Step time of every rank, seconds.
-        groups: The groups, ranks of 0..n-1.
+        groups: The groups, with ranks of 0..n-1.
 
     Raises:
         ValueError: A time is not positive and finite, a group is empty, or a rank does not exist.
@@ -61,7 +61,7 @@ def throughput(times_s: Sequence[float], groups: Iterable[Sequence[int]]) -> flo
 def run_time_ratio(
     times_s: Sequence[float], groups: Iterable[Sequence[int]], *, no_delay_s: float | None = None
 ) -> float:
-    """Run time over that of an undisturbed job with the same number of gradients; 1.0 is undisturbed.
+    """Run time relative to that of an undisturbed job with the same number of gradients; 1.0 is undisturbed.
 
     Args:
         times_s: Step time of every rank, seconds.
@@ -87,7 +87,7 @@ def expected_staleness(times_s: Sequence[float], groups: Sequence[Sequence[int]]
 def speed_groups(times_s: Sequence[float], count: int) -> Groups:
     """The `count` groups of highest throughput, exactly, in O(count n^2).
 
-    In order of time the best groups are runs of neighbours, because a group pays for its slowest member only:
+    With ranks sorted by time the best groups are contiguous, because a group pays for its slowest member only:
     best(j, g) = max_i best(i, g - 1) + (j - i) / t_j.
 
     Returns:
@@ -102,7 +102,7 @@ def speed_groups(times_s: Sequence[float], count: int) -> Groups:
 
 
 def _speed_groups(times_s: Sequence[float]) -> Iterator[Groups]:
-    """The best groups for every count from 1 to n, one more row of the table for each."""
+    """Yield the best groups for every count from 1 to n; each adds a row to the table."""
     n = len(times_s)
     order = sorted(range(n), key=lambda rank: (times_s[rank], rank))
     times = np.asarray([times_s[rank] for rank in order])
@@ -114,7 +114,7 @@ def _speed_groups(times_s: Sequence[float]) -> Iterator[Groups]:
         start = np.zeros(n + 1, dtype=np.int64)
         for j in range(g, n + 1):
             values = before[:j] + (j - np.arange(j)) / times[j - 1]
-            # First of equals: the last (slowest) group takes as many ranks as cost it nothing.
+            # The first of equal values: the last (slowest) group takes as many ranks as cost it nothing.
             start[j] = int(np.argmax(values))
             best[j] = values[start[j]]
         before = best
@@ -140,7 +140,7 @@ def progressive_groups(
     max_staleness: float = 16.0,
     most: int = 0,
 ) -> Groups:
-    """As few groups by speed as needed: progressive grouping of HiPC 2018, decided from the times.
+    """Form as few groups by speed as needed: progressive grouping of HiPC 2018, decided from the times.
 
     The number of groups grows while the run time exceeds `target` times the undisturbed one, more than the last few
     percent of the attainable throughput are missing, and no group's expected staleness exceeds `max_staleness`.
@@ -148,7 +148,7 @@ def progressive_groups(
     Args:
         times_s: Step time of every rank, seconds.
         no_delay_s: Step time of an undisturbed rank; the lower median if not given.
-        target: Run time over the undisturbed one that is good enough, at least 1.
+        target: Run time relative to the undisturbed one that is good enough, at least 1.
         max_staleness: Largest expected staleness of a group, in updates.
         most: Most groups, 0 for as many as ranks.
 
@@ -175,7 +175,7 @@ def progressive_groups(
 
 
 def similar_groups(times_s: Sequence[float], relative_threshold: float = SIMILAR) -> Groups:
-    """Groups of similar times, their number free: the dynamic x-order of STAR with a relative threshold.
+    """Form groups of similar times, in any number: the dynamic x-order of STAR with a relative threshold.
 
     Agglomerative with Ward's distance |difference of means| * sqrt(2 n1 n2 / (n1 + n2)): the closest two groups are
     merged while they are closer than `relative_threshold` times the median. One group is SSGD, n groups are ASGD.
@@ -194,7 +194,7 @@ def similar_groups(times_s: Sequence[float], relative_threshold: float = SIMILAR
     groups = [[rank] for rank in order]
     mean_s = np.asarray([times_s[rank] for rank in order])
     size = np.ones(len(order))
-    # In one dimension the closest two groups by Ward's distance are always neighbours.
+    # In one dimension the closest two groups by Ward's distance are always adjacent.
     while len(groups) > 1:
         distances = np.diff(mean_s) * np.sqrt(2.0 * size[:-1] * size[1:] / (size[:-1] + size[1:]))
         index = int(np.argmin(distances))

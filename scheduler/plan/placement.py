@@ -1,9 +1,9 @@
 """Placement of parameter servers: on which hosts, and how many.
 
 Servers placed without regard to processor and network create the stragglers they should avoid (STAR, Zhang and Shen
-2025), so hosts are chosen by the bytes/s they can serve, without those that have a straggler, whose cores something
-else uses, or where another job would get slower. There are as few servers as it takes for a round of pushes (one push
-and reply per rank) to fit in the time allowed, because every further one is a process on a host that also trains.
+2025), so hosts are chosen by the bytes/s they can serve. Hosts with a straggler, with cores in use by something else,
+or where another job would get slower are avoided. There are as few servers as possible such that one push and reply per
+rank fit in the time allowed, because every further server is a process on a host that also trains.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from scheduler.stats import duration, lower_median
 __all__ = ["PUSH_ROUND_S", "HostLoad", "PlacementDecision", "place_on_hosts", "place_servers"]
 
 PUSH_ROUND_S = 0.05
-"""Longest round of pushes for servers of a policy's plan: a large fraction of a small network's step, a small one of a
-large network's."""
+"""Longest time for one push and reply of every rank with a policy's servers: a large fraction of a small network's
+step, a small one of a large network's."""
 
 _LEAST_CORES = 0.05
-"""Cores assumed of a host without a free one, which still serves, in competition with its ranks."""
+"""Cores assumed for a host without a free one; it can still serve, in competition with its ranks."""
 
 _BUSY_CORES, _BUSY_SHARE, _LINK_SHARE = 1.0, 0.5, 0.5
-"""A host with fewer idle cores than both, the latter of the idlest host's, is busy. Servers avoid it for an idle host
-whose link has this share of the best one's."""
+"""A host is busy if its idle cores are fewer than the first and than the second times those of the idlest host. Servers
+avoid it for an idle host whose link has at least the third times the rate of the best link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +53,15 @@ class HostLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementDecision:
-    """The ranks that run a server each.
+    """The ranks that each run a server.
 
     Attributes:
         servers: The ranks, ascending, one for each host chosen.
         round_s: Estimated time of the busiest server for one push and reply of every rank, seconds.
         reason: One sentence for people.
-        avoided: Hosts that servers avoid for what else runs there, `10.0.0.1 whose cores are busy`; empty if none.
-        slows: Hosts among the chosen where jobs of this user would get slower; without them there was no choice.
+        avoided: Hosts that servers avoid because of what else runs there, `10.0.0.1 whose cores are busy`; empty if
+            none.
+        slows: Chosen hosts where other jobs of this user would get slower; there was no alternative.
     """
 
     servers: tuple[int, ...]
@@ -104,9 +105,9 @@ def place_on_hosts(
         ranks: The ranks that may start a server.
         hosts: Host of every rank; None if unknown, then there is one server, since several might share a host.
         slow: Ranks that are slow now.
-        link_bytes_per_s: Rate of every rank's link; not finite, or not above 0, where unknown.
+        link_bytes_per_s: Rate of every rank's link; not finite, or not above 0, if unknown.
         state_bytes: As in `place_servers`.
-        headroom: Of every rank's host; None if unknown.
+        headroom: Headroom of every rank's host; None if unknown.
         push_bytes: As in `place_servers`.
         round_s: As in `place_servers`.
         need_cores: As in `place_servers`.
@@ -142,16 +143,16 @@ def place_servers(
 ) -> PlacementDecision:
     """Choose the hosts of the parameter servers: one server per host, best hosts first, as few as suffice.
 
-    The state is split into equal parts, so a round takes what the slowest of k servers needs for 1/k of it. Chosen is
-    the smallest k whose round fits into `round_s` or, if none does, the k with the shortest round. The result does not
-    depend on the order of `hosts`.
+    The state is split into equal parts, so one push and reply of every rank take what the slowest of k servers needs
+    for 1/k of it. Chosen is the smallest k for which this fits in `round_s` or, if none does, the k for which it is
+    shortest. The result does not depend on the order of `hosts`.
 
     Args:
         hosts: One entry per rank. A host with a straggling rank, a busy one, or one whose neighbours would get slower,
             is chosen only if there are no others.
         state_bytes: Bytes of parameters and optimizer state on all servers together.
         push_bytes: Bytes a rank pushes per step; 0 for `state_bytes`, an upper estimate.
-        round_s: Longest time of a round of one push from every rank, seconds.
+        round_s: Longest time for one push and reply of every rank, seconds.
         most: Most servers, 0 for as many as hosts.
         need_cores: Cores that all servers need together (`server_cores`).
 
@@ -178,7 +179,7 @@ def place_servers(
 def _usable(found: Sequence[_Host], need_cores: float) -> Sequence[_Host]:
     """Hosts to choose from: without stragglers, idle, and without neighbours that would get slower; else what is left.
 
-    Neighbours get slower on the fewer hosts the more servers share the need.
+    With more servers each needs fewer cores, so neighbours get slower on fewer hosts.
     """
     hosts = [host for host in found if not host.straggling] or list(found)
     for count in range(1, len(hosts) + 1):
@@ -224,7 +225,7 @@ def _merge(hosts: Iterable[HostLoad]) -> list[_Host]:
     return [
         _Host(
             name=name,
-            rank=next((load for load in loads if not load.straggling), loads[0]).rank,  # They are in order.
+            rank=next((load for load in loads if not load.straggling), loads[0]).rank,  # `loads` is in order of rank.
             cores=usual_cores if math.isnan(cores[name]) else cores[name],
             link_bytes_per_s=usual_link if math.isnan(links[name]) else links[name],
             straggling=any(load.straggling for load in loads),

@@ -25,18 +25,18 @@ SET_IDLE_S = 60.0
 """Time after which a process set that no plan needs is removed: it costs its members time in every Horovod cycle."""
 
 LOCAL_COPIES = 2.0
-"""Bytes that an averaging of `local` moves, over the parameters': with momentum; Adam has a third copy."""
+"""Bytes that an averaging of `local` moves, relative to the parameters': with momentum; Adam adds a third copy."""
 
 MAX_RANKS = 1 << 20
 """Most ranks of a job: a plan for more is corrupt, and lists of its ranks would exhaust memory."""
 
-_MOST = 1 << 53  # Of other numbers, which may be sent as floats.
+_MOST = 1 << 53  # Limit of other integers, which may be sent as floats.
 
 Ranks = tuple[int, ...]
 
 
 class PlanError(ValueError):
-    """A plan is invalid or cannot be executed; the message says what was got, what was expected and what to do."""
+    """A plan is invalid or cannot be executed; the message says what was found, what was expected and what to do."""
 
 
 Family = Literal["all_ranks", "subgroup", "ps", "grouped"]
@@ -47,7 +47,7 @@ _FAMILIES: dict[str, Family] = {"subgroup": "subgroup", "ps": "ps", "grouped": "
 class Plan:
     """How the ranks synchronize, from one step on until the next plan.
 
-    A plan is published by the coordinator, prepared by every rank, and becomes active on all of them at the same step.
+    The coordinator publishes a plan, every rank prepares it, and it becomes active on all of them at the same step.
 
     Attributes:
         mode: One of `MODES`.
@@ -71,14 +71,14 @@ class Plan:
         lr_rule: `ps` and `grouped`: factor on an update of x of n gradients: `linear` x / n (STAR's division by
             n), `noise` (1 + phi / n) / (1 + phi / x), `none` 1.
         noise_scale: phi for `noise`, in gradients of one rank.
-        balanced: `sync`: batch shares follow the ranks' speed (`batch_shares`), the global batch stays as it is.
-        batch_shares: `sync`: samples of every rank in a step, one number for each rank. With `balanced` what they were
-            when the plan was made, empty for equal ones; without it they are the user's and stay.
-        steal: `sync`: micro-batches of a step are taken over from the rank that would end last; the global batch stays
-            as it is.
+        balanced: `sync`: batch shares follow the ranks' speed (`batch_shares`); the global batch does not change.
+        batch_shares: `sync`: samples of every rank in a step, one number per rank. With `balanced` the shares at the
+            time the plan was made, empty for equal ones; without it the user's fixed shares.
+        steal: `sync`: micro-batches of a step are taken over from the rank that would end last; the global batch does
+            not change.
         guard: What a server does with a gradient that points against the recent updates (after Zeno++, Xie et
             al. 2020): `none`, `damp` or `reject`.
-        transmission: When transfers travel, a record or its values; None for what the user's settings say.
+        transmission: When transfers travel, a `Transmission` or its values; None to follow the user's settings.
         reason: One sentence for people.
     """
 
@@ -169,7 +169,7 @@ class Plan:
         if isinstance(ranks, (str, bytes)) or not isinstance(ranks, Iterable):
             raise PlanError(f"plan {name} has {ranks!r}; expected ranks")
         found = tuple(ranks)
-        # Fast path for valid ranks: plans of a thousand ranks are made by the dozen.
+        # Fast path for valid ranks: plans with a thousand ranks are made by the dozen.
         whole = set(map(type, found)) == {int} and 0 <= min(found) <= max(found) < self.world_size
         if not found or (whole and len(set(found)) == len(found)):
             return found
@@ -334,7 +334,7 @@ class Plan:
 
     @property
     def uneven(self) -> bool:
-        """Whether ranks may have batches of different sizes: `sync(balanced)`, or shares of the user's."""
+        """Whether ranks may have batches of different sizes: `sync(balanced)`, or shares set by the user."""
         return self.balanced or bool(self.batch_shares)
 
     @property
@@ -359,19 +359,19 @@ class Plan:
         """Whether transfers travel behind compute.
 
         Args:
-            default: What the user's settings say; None for nothing, which is no.
+            default: The user's setting; None if there is none, which means no.
         """
         if self.mode not in BACKGROUND_MODES:
             return False
         return bool(default) if self.transmission is None else self.transmission.background
 
     def pushes_early(self, default: bool | None) -> bool:
-        """Whether pushes to servers begin within backward: in the background, and where neither plan nor settings say.
+        """Whether pushes to servers start within backward: in the background, or if neither plan nor settings decide.
 
-        Unlike parameters that arrive behind `step`, which are in the background only, this needs nothing of a program.
+        Unlike parameters that arrive behind `step` (only in the background), this requires nothing of the program.
 
         Args:
-            default: As of `in_background`.
+            default: As in `in_background`.
         """
         unsaid = default is None and self.transmission is None
         return self.mode == "ps" and (unsaid or self.in_background(default))
@@ -401,7 +401,7 @@ class Plan:
 
     @property
     def _name(self) -> str:
-        """The label without what the transmission adds to it."""
+        """The label without the suffix for the transmission."""
         if self.steal:
             return "sync(steal)"
         if self.uneven:

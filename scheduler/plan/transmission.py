@@ -10,7 +10,7 @@ from typing import Any
 __all__ = ["BACKGROUND_MODES", "Transmission"]
 
 BACKGROUND_MODES = ("local", "ps", "subgroup")
-"""Modes that can send behind compute: averagings, pushes and parameters of servers, late gradients of a child."""
+"""Modes that can send behind compute: averagings, a server's pushes and parameters, late gradients of a child."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""The guard of accuracy: return to `sync` when the loss or the noise scale indicate that a relaxed mode does harm.
+"""The guard of accuracy: return to `sync` when the loss or the noise scale show that a relaxed mode does harm.
 
 Three alarms, all about the active plan and its own losses:
 
 * divergence: the loss is not finite, or far above its level;
 * the smoothed loss rises: the mean of the last losses exceeds the level before them by 5 standard errors and by 10 %.
   The level is not extrapolated: losses fall ever more slowly, so a line would report every flattening as a rise. Noise
-  is estimated from differences of neighbours, which a trend does not affect;
+  is estimated from differences of consecutive losses, which a trend does not affect;
 * the noise scale has grown fourfold since the plan became active, and its updates are more than 2.5 times as noisy as
   those of `sync`: (1 + phi / m) / (1 + phi / n) (McCandlish et al. 2018). The cost model accounts for smaller growth.
 
@@ -26,11 +26,11 @@ from scheduler.records import Window
 __all__ = ["AccuracyGuard", "loss_alarm", "loudness"]
 
 _RECENT, _BASE, _LEAST_BASE = 24, 96, 32
-"""Losses that are tested, losses before them that form the level, and the fewest that form one."""
+"""Number of losses tested, number before them that form the level, and the fewest that can form one."""
 
 _ERRORS, _RISE = 5.0, 0.1
 _DIVERGED, _SUDDEN = 3.0, 6
-"""Multiple of the level that counts as divergence, and the losses it is averaged over."""
+"""Multiple of the level that counts as divergence, and the number of losses averaged to detect it."""
 
 _NOISE_GROWTH, _LOUD = 4.0, 2.5
 
@@ -73,14 +73,14 @@ def _compare(losses: Sequence[float], recent: int) -> tuple[float, float, float]
 
 
 def _spread(losses: Sequence[float]) -> float:
-    """Standard deviation of the noise, from differences of neighbours."""
+    """Standard deviation of the noise, from differences of consecutive losses."""
     jumps = [after - before for before, after in itertools.pairwise(losses)]
     middle = statistics.median(jumps)
     return 1.4826 * statistics.median(abs(jump - middle) for jump in jumps) / math.sqrt(2.0)
 
 
 def loudness(plan: Plan, noise: float) -> float:
-    """Noise of an update of the plan over that of one of `sync`, without late gradients; 1 where equal.
+    """Noise of an update of the plan relative to that of `sync`, without late gradients; 1 if equal.
 
     Args:
         plan: The plan.

@@ -1,9 +1,9 @@
 """The candidate plans of a decision: a small set, deterministic in the conditions.
 
-All modes, with arguments taken from the expected times: as many ranks left out as are slow at once, groups and members
-by speed and link, servers on hosts without stragglers. While no rank is slow the candidates are `sync`, the active plan
-and `partial` without one rank. `local` is offered against stragglers only, never for communication alone: equal ranks
-stay in `sync`.
+All modes, with arguments taken from the expected times: as many ranks are left out as are slow at once, and groups and
+members follow speed and link, servers avoid hosts with stragglers. While no rank is slow the candidates are `sync`, the
+active plan and `partial` without one rank. `local` is offered against stragglers only, never for communication alone:
+equal ranks stay in `sync`.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ __all__ = ["LEAST_SHARE", "StragglerSummary", "candidates", "enough_ranks", "mos
            "same_plan", "summarize_stragglers"]
 
 _INTERMITTENT = 0.08
-"""Share of slow reports above which a rank is intermittent; alexnet's 5 ms of jitter reach 3 % past `RESOLUTION_S`."""
+"""Share of slow reports above which a rank is intermittent; 3 % of alexnet's reports exceed `RESOLUTION_S` by its 5 ms
+of jitter alone."""
 
 _MANY = 64
-"""Ranks above which groups are formed by one cut instead of a table of n^2 entries, and only plans that answer the
+"""Above this many ranks, groups are formed by one cut instead of a table of n^2 entries, and only plans that answer the
 causes found are offered: the others cost milliseconds to replay and rarely win there. ASGD has a drift of nearly 1, and
 servers receive the gradients of all ranks: they are offered against slow links and freezes only."""
 
-_BEST, _HOSTS = 8, 32  # Ranks to choose one server from, and hosts to choose many from.
+_BEST, _HOSTS = 8, 32  # Ranks considered when choosing one server, and hosts when choosing many.
 
 _COSTLY_STALENESS, _BACKUP_SHARE = 0.6, 0.25
-"""Late gradients may be dropped (backup workers, Chen et al. 2016) at this price of staleness, or where they are at
+"""Late gradients may be dropped (backup workers, Chen et al. 2016) from this price of staleness on, or if they are at
 most this share of all. On Fashion-MNIST, where staleness is cheap, dropping those of two slow ranks of four cost one
 point of accuracy, which no prediction showed."""
 
 _FEW = 32
-"""Ranks up to which similar ones are clustered, which takes O(n^3)."""
+"""Most ranks for which similar ones are clustered, which takes O(n^3)."""
 
 _SLIGHTLY = 1.15
-"""Times the typical time above which one of the subgroups leaves a rank out. In `partial` the grace covers it."""
+"""Multiple of the typical time above which one of the subgroups leaves a rank out. In `partial` the grace covers it."""
 
 LEAST_SHARE = 0.5
 """Least share of the ranks that a step waits for: with fewer the training differs from what the model was validated
@@ -64,7 +65,7 @@ class StragglerSummary:
         slow: Ranks whose mean compute time is above the limit of slow.
         intermittent: Ranks that are slow in some of the steps.
         links: Ranks with a slow link.
-        at_once: Counts of ranks slow in the same step, over steps with any: median, 90 % quantile, and others;
+        at_once: Numbers of ranks slow in the same step, over steps with any: median, 90 % quantile, and others;
             ascending.
         frozen: Ranks that freeze repeatedly.
     """
@@ -119,7 +120,7 @@ def _quantile(ordered: Sequence[int], share: float) -> float:
 
 
 def _slow_links(conditions: Conditions) -> npt.NDArray[np.int64]:
-    """Ranks with a slow link, where a usual one would save enough of their step."""
+    """Ranks with a slow link whose step would become sufficiently shorter with a usual link."""
     slow = slow_links(conditions.rate)
     if not slow.any():
         return np.flatnonzero(slow)
@@ -186,10 +187,10 @@ def candidates(
 
 
 def _with_transmission(offered: list[Plan], conditions: Conditions, active: Plan | None) -> list[Plan]:
-    """Plans of servers as the active session transmits, and variants behind compute where a step is shorter by them.
+    """Give plans of servers the active session's transmission, and add variants behind compute that shorten a step.
 
-    Not of a subgroup: its steps do not wait for a child, and one that sent behind compute made steps of a job with one
-    slow link longer (294 instead of 207 ms).
+    Subgroups get no variant: their steps do not wait for a child, and one that sent behind compute made steps of a job
+    with one slow link longer (294 instead of 207 ms).
     """
     served = active is not None and active.mode == "ps"
     found = [
@@ -197,7 +198,7 @@ def _with_transmission(offered: list[Plan], conditions: Conditions, active: Plan
         for plan in offered
     ]
     if conditions.background is not None:
-        return found  # The user has said it.
+        return found  # The user's settings decide.
     plain = [plan for plan in found if plan.transmission is None and not (served and plan.mode == "ps")]
     return found + [
         plan.replace(transmission=Transmission(background=True))
@@ -223,7 +224,7 @@ def enough_ranks(plan: Plan, least_share: float = LEAST_SHARE) -> bool:
 
 
 def reachable(plan: Plan, active: Plan | None) -> bool:
-    """Whether a plan can follow the active one without going through `sync`; the rules of `scheduler.plan.completion`.
+    """Whether a plan can follow the active one without `sync` between them; the rules of `scheduler.plan.completion`.
 
     A candidate that completion rejects each time it is chosen would block every other one.
     """
@@ -239,13 +240,13 @@ def same_plan(one: Plan, other: Plan) -> bool:
 
 def _key(plan: Plan) -> tuple[object, ...]:
     """The fields that distinguish plans."""
-    shares = () if plan.balanced else plan.batch_shares  # Those that follow the ranks' speed are no other plan.
+    shares = () if plan.balanced else plan.batch_shares  # Shares that follow the ranks' speed do not make another plan.
     return (plan.mode, plan.balanced, plan.steal, shares, plan.quorum, plan.members, plan.groups, plan.rule, plan.slack,
             plan.servers, plan.local_steps, plan.local_s, plan.lr_rule, plan.transmission)
 
 
 def _balanced(conditions: Conditions, stragglers: StragglerSummary) -> list[Plan]:
-    """Batch shares by speed, where `shard` forms the batches and a rank is slow all the time."""
+    """Batch shares by speed, if `shard` forms the batches and a rank is slow all the time."""
     if not conditions.batch or not stragglers.slow:
         return []
     shares = solve_shares(conditions.usual_s.tolist(), conditions.batch, conditions.fixed_part)
@@ -307,7 +308,7 @@ def _best_links(conditions: Conditions, bad: Collection[int], hosts: Sequence[st
 
 
 def place(conditions: Conditions, stragglers: StragglerSummary, hosts: Sequence[str] | None) -> PlacementDecision:
-    """Where the servers of candidates are: on hosts without stragglers, idle, and without jobs that they would slow."""
+    """Place the servers of candidates: on idle hosts without stragglers and without jobs that they would slow down."""
     n = conditions.world_size
     bad = {*stragglers.slow, *stragglers.links, *stragglers.frozen}
     ranks: Sequence[int] = range(n)
@@ -336,7 +337,7 @@ def _servers(
     n, placed = conditions.world_size, place(conditions, stragglers, hosts)
     servers = placed.servers
     if conditions.headroom and active is not None and active.servers:
-        servers = active.servers  # They run already, and what they use is no longer idle.
+        servers = active.servers  # They already run, so the cores they use no longer count as idle.
     elif placed.slows and not stragglers.frozen:  # A rank that freezes stops the job in every other mode.
         return []
     bad = {*stragglers.slow, *stragglers.links, *stragglers.frozen}

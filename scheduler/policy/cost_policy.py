@@ -1,15 +1,15 @@
 """A policy that switches to the fastest candidate, by the cost model or another ranker, once the switch pays.
 
-Ski-rental (`scheduler.policy.ski_rental`): the active plan is replaced when the loss against the best candidate,
-accumulated since one was first better, has reached the price of the switch. A disturbance that ends before costs no
-switch; one that lasts costs at most twice the optimum in hindsight. Meanwhile a better mode that costs almost nothing
-to switch to and from (`partial` from `sync`) is used. Hysteresis: a candidate must be 5 % better than the active plan;
-the return to `sync` when no rank is slow needs no gain. Guard of accuracy (`scheduler.policy.accuracy_guard`): a rising
-loss or noise scale ends a relaxed mode at once and excludes relaxed modes for some time.
+Ski-rental (`scheduler.policy.ski_rental`): the active plan is replaced when its accumulated loss against the best
+candidate reaches the price of the switch. A disturbance that ends before costs no switch; one that lasts costs at most
+twice the optimum in hindsight. Until then a better mode that costs almost nothing to switch to and from (`partial` from
+`sync`) is used. Hysteresis: a candidate must be 5 % better than the active plan; the return to `sync` when no rank is
+slow needs no gain. Guard of accuracy (`scheduler.policy.accuracy_guard`): a rising loss or noise scale ends a relaxed
+mode at once and excludes relaxed modes for some time.
 
 The outcome of a switch is measured (`scheduler.policy.switch_outcome`): a plan with costlier steps than the plan it
-replaced is reverted, and its mode is held back. A switch with a small gain waits until the active plan was measured,
-because its outcome could not be judged otherwise.
+replaced is reverted, and its mode is held back. A switch with a small gain waits until the active plan was measured;
+otherwise its outcome could not be judged.
 """
 
 from __future__ import annotations
@@ -54,23 +54,23 @@ _GAIN = 0.05
 """Least predicted gain. Intervals over 24 rows are known to 2 to 5 % where jitter is 10 %."""
 
 _GAIN_CROWDED = 0.15
-"""The same where most ranks wait for a processor: between two windows of such a job intervals differ by 10 to 20 %."""
+"""The same if most ranks wait for a processor: intervals of such a job differ by 10 to 20 % between two windows."""
 
 _SWITCH_S, _HANDOVER_S = 0.02, 0.2
 """Time lost by a switch between modes of Horovod's collectives, and by one to or from servers (`benchmarks.switches`:
-10 ms, and 30 to 150 ms, on a machine with half a core per rank). Servers start beforehand."""
+10 ms, and 30 to 150 ms, on a machine with half a core per rank). Servers are started before the switch."""
 
 _SET_S = 0.3
-"""Making a process set delays every collective by this (`benchmarks.sets`: 307 ms with 4 ranks). It stays for
+"""Creating a process set delays every collective by this (`benchmarks.sets`: 307 ms with 4 ranks). The set is kept for
 `SET_IDLE_S`."""
 
 _COLD_S, _COLD_STEPS = 2.0, 48.0
-"""Time in which servers start that do not run yet, and steps over which a plan has to gain more by them than the active
-plan loses meanwhile: about the horizon of a prediction."""
+"""Time that servers take to start, and number of steps over which a plan's gain by new servers must exceed what the
+active plan loses meanwhile: about the horizon of a prediction."""
 
 _SOON = 0.25
-"""Fraction of a switch's price to be lost before its plan is prepared: starting a server takes more than two CPU
-seconds, wasted where several plans alternate as the best one."""
+"""Fraction of a switch's price that must be lost before its plan is prepared: starting a server takes more than two CPU
+seconds, wasted if several plans alternate as the best one."""
 
 _COPIES = 3.0  # Parameters and two moments: what ranks fetch when they rejoin the others or leave servers.
 _RISK = 1.25
@@ -80,7 +80,7 @@ _ALIKE = 0.02
 """Relative difference below which predictions of `partial` count as equal: the largest quorum is chosen."""
 
 _CALM_STEPS = 12
-"""Steps without stragglers before the job returns to `sync`: STAR's stragglers stay 3.4 steps, 10 at the 95th
+"""Steps without stragglers before the job returns to `sync`: STAR's stragglers last 3.4 steps, 10 at the 95th
 percentile, and come back."""
 
 _CALM_PARTIAL_STEPS = 96
@@ -91,8 +91,8 @@ _CALM_LOSS = 1.1
 _WINDOW_STEPS = 64
 
 _CLEAR, _EARLY_STEPS = 0.85, 40
-"""Predicted time over the active plan's below which a switch need not wait for measurements of the active plan, and the
-most steps that other switches wait for them."""
+"""Predicted time relative to the active plan's below which a switch does not wait for measurements of the active plan,
+and the most steps that other switches wait for them."""
 
 
 class CostPolicy:
@@ -101,10 +101,10 @@ class CostPolicy:
     Args:
         world_size: Number of ranks.
         ranker: Predicts for candidates, in any order; the cost model if None.
-        hosts: Host of every rank, to place servers.
+        hosts: Host of every rank, to place servers; None if unknown.
         gain: Least predicted gain for a switch, 0 to below 1.
         least_share: Share of the ranks whose fresh gradients a plan has to wait for (`candidates.enough_ranks`).
-        background: What the user's settings say of transfers behind compute; None to choose them where they pay.
+        background: The user's setting for transfers behind compute; None to choose them where they pay.
 
     Attributes:
         price: The price of staleness as learned so far.
@@ -135,7 +135,7 @@ class CostPolicy:
             raise ValueError(f"least_share is {least_share}; expected a share of the ranks, above 0 and at most 1")
         self.world_size = world_size
         self.price = StalenessPrice()
-        self._sized_bytes = 0  # Gradient bytes of its prior.
+        self._sized_bytes = 0  # Gradient bytes for which its prior was set.
         self.last: list[Prediction] = []
         self.coming: Plan | None = None
         self.guard = AccuracyGuard()
@@ -145,7 +145,7 @@ class CostPolicy:
         self._least_share = least_share
         self._background = background
         self.outcomes: list[SwitchOutcome] = []
-        self._outcome: SwitchOutcome | None = None  # Of the active plan or, in `sync`, of the one before.
+        self._outcome: SwitchOutcome | None = None  # Of the active plan or, in `sync`, of the plan before it.
         self._check, self._backoff = OutcomeCheck(), ModeBackoff()
         self._shape = Shape(())
         self._terms = Terms(1.0, 0.0, math.nan, math.nan)  # Of the active plan.
@@ -159,8 +159,8 @@ class CostPolicy:
         self._now: tuple[Window, Plan, StragglerSummary | None] | None = None
         self._waiting: tuple[Prediction, float] | None = None
         self._going: Plan | None = None
-        self._cold: Plan | None = None  # The best plan of the last decision, passed over as its servers do not run.
-        self._warm: set[int] = set()  # Ranks whose servers run, or have been asked to start.
+        self._cold: Plan | None = None  # Best plan of the last decision, not chosen because its servers do not run yet.
+        self._warm: set[int] = set()  # Ranks whose servers run or were asked to start.
         self._sets: dict[tuple[int, ...], int] = {}  # Process sets of active plans, with the last step of their use.
 
     @property
@@ -252,7 +252,7 @@ class CostPolicy:
         )
 
     def explain(self) -> str:
-        """One sentence about the present choice, also when the plan is kept: `no rank is slow: sync`."""
+        """One sentence about the current choice, also when the plan is kept: `no rank is slow: sync`."""
         if self._now is None:
             return "no window was evaluated yet"
         window, active, stragglers = self._now
@@ -282,7 +282,7 @@ class CostPolicy:
         return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast{why}{self._beside_servers(active)}"
 
     def _beside_servers(self, plan: Plan) -> str:
-        """What else runs on hosts and keeps servers away: from all of them, or from some as those of `plan`."""
+        """Describe the other load that rules out servers altogether, or that keeps those of `plan` off some hosts."""
         assert self._now is not None
         stragglers, conditions = self._now[2], self._conditions
         if stragglers is None or conditions is None or not conditions.headroom:
@@ -319,7 +319,7 @@ class CostPolicy:
         if best.plan.mode == "ps":
             self._rental.lost_s += lost_s  # Time lost to freezes, which servers would have avoided.
         if self._rental.pays(window.step, self._loss_s(best, now) * _steps_per_report(active, conditions), price_s):
-            # A few percent more than the almost free candidate are not worth the price.
+            # A gain of a few percent over the almost free candidate does not justify the price.
             worth = best.relative < (1.0 - self._least_gain) * free.relative
             return self._go(window, best if worth else free, active, now, stragglers)
         if self._rental.lost_s >= _SOON * price_s:
@@ -335,9 +335,9 @@ class CostPolicy:
     def _sooner(
         self, best: Prediction, sane: Sequence[Prediction], now: Prediction, stragglers: StragglerSummary
     ) -> Prediction:
-        """The best plan or, where its servers are still to be started, one without any that is hardly worse.
+        """The best plan or, if its servers must be started first, one without servers that is hardly worse.
 
-        The steps of the active plan go on while servers start, which costs more than a small gain brings.
+        While servers start, the active plan's slower steps continue, which can cost more than a small gain brings.
         """
         if best.plan.mode != "ps" or stragglers.frozen or self._warm.issuperset(best.plan.servers):
             return best
@@ -352,7 +352,7 @@ class CostPolicy:
         return _largest_quorum([other, *ready])
 
     def _prepared_servers(self, window: Window, conditions: Conditions, stragglers: StragglerSummary) -> Plan | None:
-        """A plan to prepare where a rank froze once: another freeze needs servers, which take seconds to start."""
+        """A plan to prepare once a rank froze: another freeze needs servers, which take seconds to start."""
         if not self._freezes.froze or "ps" not in window.allowed:
             return None
         expected = dataclasses.replace(stragglers, frozen=tuple(sorted(self._freezes.froze)))
@@ -360,7 +360,7 @@ class CostPolicy:
         return next((plan for plan in offered if plan.mode == "ps"), None)
 
     def _near(self, window: Window, free: Prediction, now: Prediction, just_lost_s: float) -> Prediction | None:
-        """The best plan that costs almost nothing to switch to, once that pays."""
+        """The best plan that costs almost nothing to switch to, once a switch to it pays."""
         if free is now or not free.relative < (1.0 - self._least_gain) * now.relative:
             self._near_rental.reset(window.step)
             return None
@@ -377,7 +377,7 @@ class CostPolicy:
         self._near_rental.reset(window.step)
 
     def _calm(self, window: Window, active: Plan, slower: float) -> bool:
-        """Whether no rank was slow for long enough; under servers more steps are needed, as these are updates.
+        """Whether no rank was slow for long enough; under servers more steps are needed, because steps are updates.
 
         Args:
             window: The window.
@@ -434,7 +434,7 @@ class CostPolicy:
         why = describe_stragglers(window, stragglers, self._freezes.freezing, self._slow_since.steps)
         if now is None:
             why = f"{active.label} can no longer run; {why}"
-        passed_over = self._cold is not None and not _same_family(active, best.plan)  # Else by the price anyway.
+        passed_over = self._cold is not None and not _same_family(active, best.plan)  # Otherwise the price decides.
         cold = f"; the servers of {self._cold.label} would have to start first" if self._cold and passed_over else ""
         reason = f"{why}: {comparison(self.last, best, now)}{cold}{self._beside_servers(best.plan)}"
         self._going = best.plan.replace(plan_id=active.plan_id + 1, reason=reason)
@@ -504,7 +504,7 @@ class CostPolicy:
 
 
 def _terms(plan: Plan, conditions: Conditions) -> Terms:
-    """The factors that convert measurements of a plan to present conditions."""
+    """The factors that convert measurements of a plan to current conditions."""
     found, steps = predict(plan, conditions), _steps_per_report(plan, conditions)
     frozen_s = 0.0 if plan.mode == "ps" else conditions.frozen_s
     level = (found.interval_s - frozen_s) * steps / conditions.typical_s
@@ -512,7 +512,7 @@ def _terms(plan: Plan, conditions: Conditions) -> Terms:
 
 
 def _worth_hiding(predictions: list[Prediction], active: Plan) -> list[Prediction]:
-    """Without the variants behind compute, other than the active plan, whose interval is not clearly shorter by it."""
+    """Remove variants behind compute (except the active plan) whose interval is not clearly shorter than without."""
     interval_s = {one.plan.label: one.interval_s for one in predictions if one.plan.transmission is None}
     found = []
     for one in predictions:
@@ -524,7 +524,7 @@ def _worth_hiding(predictions: list[Prediction], active: Plan) -> list[Predictio
 
 
 def _same_family(active: Plan, plan: Plan) -> bool:
-    """Whether a switch to a plan, and back, only changes a rule."""
+    """Whether a switch to a plan, and the switch back, only change a rule."""
     same = active.family == plan.family and plan.mode not in ("subgroup", "grouped")
     return same and active.servers == plan.servers
 
@@ -541,7 +541,7 @@ def _largest_quorum(ranked: Sequence[Prediction]) -> Prediction:
 def _just_lost_s(conditions: Conditions, active: Plan, plan: Plan) -> float:
     """Seconds the latest step took longer in `sync` than it would have in a `partial` plan; 0 for other pairs.
 
-    At first few of the expected steps are slow, so that the expected loss underestimates that of a slow step.
+    At first few of the expected steps are slow, so the expected loss underestimates that of a slow step.
     """
     if active.mode != "sync" or plan.mode != "partial":
         return 0.0

@@ -29,7 +29,7 @@ def describe_stragglers(
 
     Args:
         window: Recent reports.
-        stragglers: Stragglers by the expected times, the only source for ranks that are slow in turn.
+        stragglers: Stragglers by the expected times, the only source for ranks that take turns in being slow.
         freezes: Number of freezes of each rank that is expected to freeze again.
         since: Steps at which ranks became slow, if before the window's first.
     """
@@ -87,8 +87,8 @@ def comparison(predictions: Sequence[Prediction], best: Prediction, now: Predict
 
     Args:
         predictions: All predictions, best first.
-        best: That of the chosen plan.
-        now: That of the active plan, None if it can no longer run.
+        best: The prediction for the chosen plan.
+        now: The prediction for the active plan, None if it can no longer run.
     """
     if best.plan.plain:
         if now is None or now.plan.plain:
@@ -112,7 +112,7 @@ _TRAVELS = {"ps": "gradients and parameters of", "local": "averagings of"}
 
 
 def _transmission(predictions: Sequence[Prediction], best: Prediction) -> str:
-    """`; averagings of local(4) travel behind compute: 0.31 s instead of 0.47 s a step`; empty where none do."""
+    """`; averagings of local(4) travel behind compute: 0.31 s instead of 0.47 s a step`; empty if none do."""
     if best.plan.transmission is None or not best.plan.transmission.background:
         return ""
     plain = best.plan.replace(transmission=None)

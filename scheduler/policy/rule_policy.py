@@ -7,13 +7,13 @@ Compute. Slow compute, and waiting for data, are answered by `partial(m)`, from 
 `_QUIET` steps or fewer:
 
 * relax (`sync` to `partial(m)`): some rank, not necessarily the same, was slow in each of the last `PERSISTENCE`
-  steps; or in as many scattered ones, and they cost at least `_FREQUENT_GAIN` of the time. m leaves out as many ranks
+  steps; or in as many scattered ones, if they cost at least `_FREQUENT_GAIN` of the time. m leaves out as many ranks
   as are slow at the same time.
-* lower m: more ranks overlap than m leaves out, and waiting for fewer is predicted to gain `_RELAX_GAIN`. m never
-  falls below half of the ranks (the majority of eager-SGD, Li et al. 2020): when more than half are slow, slow is the
-  usual case, and a step of few gradients is mostly noise.
+* lower m: more ranks are slow at once than m leaves out, and waiting for fewer is predicted to gain `_RELAX_GAIN`. m
+  never falls below half of the ranks (the majority of eager-SGD, Li et al. 2020): when more than half are slow, slow is
+  the usual case, and a step of few gradients is mostly noise.
 * raise m: fewer ranks than m leaves out were slow at once over the last `2 * _QUIET` steps; up to `sync`, as soon as
-  waiting for all ranks would have cost at most `_RETURN_LOSS` over the last `_QUIET` ones.
+  waiting for all ranks would have cost at most `_RETURN_LOSS` over the last `_QUIET` steps.
 
 Lowering to m requires overlaps that raising above m excludes; relaxing requires a gain of 10 %, returning a loss of at
 most 5 % and three steps without a slow rank. No window satisfies both, so the rule cannot flap on the same evidence.
@@ -61,7 +61,7 @@ _FREQUENT_GAIN = 0.25
 waiting, in any rhythm of a 4x straggler, below twice the undisturbed time (measured in the tests)."""
 
 _OVERLAP = 0.1
-"""m covers the number of simultaneously slow ranks that at least this share of the slow steps reach."""
+"""m leaves out as many ranks as are slow simultaneously in at least this share of the slow steps."""
 
 _RELAX_GAIN = 0.10
 """Least predicted gain for relaxing, as a fraction of the step time. Without barrier waits jobs without slow ranks gain

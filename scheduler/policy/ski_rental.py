@@ -1,7 +1,7 @@
 """Ski-rental: when to pay for a switch without knowing how long its cause will last.
 
 The loss against the best plan is accumulated while that plan is better; the switch is made when the sum reaches its
-price: the break-even rule (Karlin et al. 1988). A disturbance that ends before costs no switch. One that lasts costs
+price: the break-even rule (Karlin et al. 1988). A disturbance that ends earlier costs no switch. One that lasts costs
 the price twice, as loss and as price: at most twice the optimum in hindsight, plus the loss between two decisions.
 """
 
@@ -31,7 +31,7 @@ class SkiRental:
         """Add the loss since the last call and return whether the switch pays.
 
         Args:
-            step: Present step. A second call at the same step adds nothing; the first loss counts at least one step.
+            step: Current step. A second call at the same step adds nothing; the first loss counts at least one step.
             loss_s: Loss per step against the best plan, 0 or more.
             price_s: Price of the switch.
 

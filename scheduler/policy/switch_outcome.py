@@ -1,24 +1,24 @@
 """Measured outcome of a switch, compared with its prediction. Pure: no clock.
 
-Where the cost model is wrong (helper threads beside the ranks on few cores, servers that share them) a plan can make
-every step slower than the plan it replaced, on all ranks alike, so that no rank's report shows it. So the time between
-updates is measured under every plan:
+If the cost model is wrong (helper threads beside the ranks on few cores, servers that share them) a plan can make
+every step slower than the plan it replaced, on all ranks alike, so that no rank's report shows it. Therefore the time
+between updates is measured under every plan:
 
     cost = wall time of an update / its progress in synchronous steps + expected cost of freezes per step
 
-The progress is that of `scheduler.cost.cost_model`, by which `Prediction.relative` divides too: an update of 3 of 4
-gradients counts less than one of four. Freezes are rare and long: blocks with one are left out, and their cost is added
-as `scheduler.diagnosis.freezes` expects it, to the plans that a freeze delays.
+The progress is that of `scheduler.cost.cost_model`, by which `Prediction.relative` is divided too: an update of 3 of 4
+gradients counts less than one of four. Freezes are rare and long: blocks with one are left out, and their cost, as
+`scheduler.diagnosis.freezes` expects it, is added to the plans that a freeze delays.
 
 Updates are counted in blocks of at least a fifth of a second, since messages come in batches of a tenth. Means of
-blocks are compared, as in a Welch test, not medians: where a rank is slow in a third of the steps, a median reflects
+blocks are compared, as in a Welch test, not medians: if a rank is slow in a third of the steps, a median reflects
 either none or all of it. A block counts as at most four times the plan's median block, to exclude evaluations.
 
 Only comparable conditions are compared. Every block keeps its level: the predicted time of an update in units of a
 typical rank's compute time, which is unchanged when all ranks become slower alike. Blocks whose level differs from the
-plan's present level by a factor above 1.2 are scaled to it; above 2, or with other slow links, they are ignored.
+plan's current level by a factor above 1.2 are scaled to it; above 2, or with other slow links, they are ignored.
 
-A plan that is costlier by 5 % and by 2.5 standard errors is replaced by the one before. Its mode is held back for a
+A plan that is costlier by 5 % and by 2.5 standard errors is replaced by the previous plan. Its mode is held back for a
 time that doubles with each repetition, unless the prediction is now so much better that the same error would not
 matter. Late, frozen or dead ranks only change what is measured; nothing here waits.
 """
@@ -41,7 +41,7 @@ from scheduler.plan.plan import Plan
 __all__ = ["Block", "Comparison", "ModeBackoff", "OutcomeCheck", "Shape", "SwitchOutcome", "Terms", "compare"]
 
 _BLOCK_STEPS, _BLOCK_S = 2, 0.2
-_WARMUP_STEPS, _WARMUP_S = 3, 0.2  # Not counted after a switch: caches, connections, ranks that rejoin.
+_WARMUP_STEPS, _WARMUP_S = 3, 0.2  # Not counted after a switch: caches warm up, connections open, ranks rejoin.
 _KEPT = 64  # Blocks of each plan.
 _OLD_S, _OLD_STEPS = 120.0, 400  # Blocks older in both are ignored: the load of the machine may have changed.
 
@@ -51,14 +51,15 @@ _LEAST_STEPS, _LEAST_BLOCKS = 20.0, 3
 _SURE, _ENOUGH_BLOCKS = 0.05, 24  # Standard error, or number of blocks, with which a measurement is reported.
 _ERROR_FLOOR = 0.01
 _PREDICTED_ERROR, _PREDICTED_ROOM = 0.15, 1.05
-"""Standard error of, and factor on, the predicted interval of the replaced plan, used if that was active too briefly to
-be measured (a switch at step 5 of a job). The error shrinks over time: a wrong return costs little and measures it."""
+"""Standard error of, and factor on, the predicted interval of the replaced plan. Used if that plan was active too
+briefly to be measured (a switch at step 5 of a job). The error shrinks over time: a wrong return costs little and
+measures that plan."""
 
 _OUTLIER = 4.0
 _SAME, _COMPARABLE = 1.2, 2.0  # Ratios of levels.
 _ALIKE = math.log(1.5)
-"""Shapes are alike while the sorted slowdowns of the slower half of the ranks are within this factor: on a busy machine
-with jitter of 10 to 30 % the slowest rank changes all the time without effect."""
+"""Shapes are alike while the sorted slowdowns of the slower half of the ranks agree within this factor: on a busy
+machine with jitter of 10 to 30 % it constantly changes which rank is slowest, without effect."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class Shape:
     """Distribution of slowness as far as it affects the cost of a step; independent of the ranks' overall speed.
 
     Attributes:
-        slowdowns: Times of the slower half of the ranks over the typical one, largest first.
+        slowdowns: Times of the slower half of the ranks relative to the typical one, largest first.
         links: Ranks with a slow link.
     """
 
@@ -114,7 +115,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Measured cost of a plan over that of another; above 1 is costlier."""
+    """Measured cost of a plan relative to that of another; above 1 is costlier."""
 
     ratio: float
     error: float
@@ -122,7 +123,7 @@ class Comparison:
 
     @property
     def harmful(self) -> bool:
-        """Whether it is costlier by more than the limit and significantly so."""
+        """Whether the plan is costlier by more than the limit and significantly so."""
         return self.ratio > 1.0 + _HARM and math.log(self.ratio) > _ERRORS * self.error
 
 
@@ -135,8 +136,8 @@ class SwitchOutcome:
         label: Its name.
         step: Last step of the measurement.
         against: Name of the plan it is compared with: the replaced one or `sync`.
-        predicted: Predicted speed over that plan's.
-        measured: Measured speed over that plan's.
+        predicted: Predicted speed relative to that plan's.
+        measured: Measured speed relative to that plan's.
         steps: Measured progress in synchronous steps.
         harmful: Whether the plan is replaced because of it.
     """
@@ -170,8 +171,8 @@ def compare(new_s: Sequence[float], old_s: Sequence[float], steps: float, *, old
     Args:
         new_s: Costs under the active plan, seconds per synchronous step.
         old_s: Costs under the other plan.
-        steps: Progress of the first in synchronous steps.
-        old_error: Lower bound of the relative standard error of the second.
+        steps: Progress in synchronous steps behind `new_s`.
+        old_error: Lower bound of the relative standard error of `old_s`.
     """
     (new, new_error), (old, error) = _mean(new_s), _mean(old_s)
     return Comparison(new / old, math.hypot(new_error, max(error, old_error), _ERROR_FLOOR), steps)
@@ -189,12 +190,12 @@ def _mean(costs_s: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Factors that convert a plan's blocks to present conditions.
+    """Factors that convert a plan's blocks to current conditions.
 
     Attributes:
         gain: Progress of an update in synchronous steps.
         frozen_s: Expected cost of freezes per synchronous step.
-        level: Present level, as in `Block`.
+        level: Current level, as in `Block`.
         interval_s: Predicted time of an update, with freezes.
     """
 
@@ -204,7 +205,7 @@ class Terms:
     interval_s: float = math.nan
 
     def costs_s(self, blocks: Sequence[Block]) -> list[float]:
-        """Seconds per synchronous step of progress, of each block."""
+        """Seconds per synchronous step of progress, for each block."""
         return [block.scaled_s(self.level) / self.gain + self.frozen_s for block in blocks]
 
 
@@ -214,8 +215,8 @@ class _Expected:
 
     plan: Plan
     replaced: Plan
-    predicted: float  # Speed over the replaced plan.
-    over_sync: float  # Speed over `sync`.
+    predicted: float  # Speed relative to the replaced plan.
+    over_sync: float  # Speed relative to `sync`.
     replaced_s: float  # Predicted cost of the replaced plan.
     level: float  # The replaced plan's level at that time.
 
@@ -253,10 +254,10 @@ class OutcomeCheck:
         Args:
             plan: The next plan.
             replaced: The active one.
-            predicted: Predicted speed of the first over the second.
-            over_sync: Predicted speed of the first over `sync`.
-            replaced_s: Predicted cost of the second, seconds per synchronous step.
-            level: Level of the second.
+            predicted: Predicted speed of `plan` relative to `replaced`.
+            over_sync: Predicted speed of `plan` relative to `sync`.
+            replaced_s: Predicted cost of `replaced`, seconds per synchronous step.
+            level: Level of `replaced`.
         """
         self._expected = _Expected(plan, replaced, predicted, over_sync, replaced_s, level)
 
@@ -314,7 +315,7 @@ class OutcomeCheck:
         return self._tenure.expected if self._tenure is not None else None
 
     def judge(self, terms: dict[str, Terms]) -> SwitchOutcome | None:
-        """Outcome of the active plan; None while it is not known, or was reported and did not become harmful.
+        """Outcome of the active plan; None if not known yet, or already reported and not harmful since.
 
         Args:
             terms: Terms of the active plan and of those named in `references`.
@@ -355,7 +356,7 @@ class OutcomeCheck:
         return self._tenure
 
     def _comparable(self, blocks: Sequence[Block] | deque[Block], level: float) -> list[Block]:
-        """The recent blocks of a plan that are comparable with its present level."""
+        """The recent blocks of a plan that are comparable with its current level."""
         if not blocks:
             return []
         last = self._tenure.blocks[-1] if self._tenure is not None and self._tenure.blocks else blocks[-1]
@@ -403,7 +404,7 @@ class _Hold:
     until_step: int
     until_s: float
     times: int
-    error: float  # Predicted over measured speed.
+    error: float  # Ratio of predicted to measured speed.
     predicted: float
     shape: Shape
 
@@ -435,15 +436,15 @@ class ModeBackoff:
     def holds(self, mode: str, speed: float, shape: Shape, step: int, now_s: float) -> bool:
         """Whether a plan of this mode is held back now.
 
-        It is not if the shape of slowness differs from that time's and the plan pays even with the same error of the
-        prediction.
+        It is not if the current shape of slowness differs from the one at the time of the harm and the plan would pay
+        even with the same error of the prediction.
 
         Args:
             mode: The plan's mode.
-            speed: Its predicted speed over the active plan.
-            shape: Present shape of slowness.
-            step: Present step.
-            now_s: Present time; NaN if unknown, then only steps count.
+            speed: Its predicted speed relative to the active plan.
+            shape: Current shape of slowness.
+            step: Current step.
+            now_s: Current time; NaN if unknown, then only steps count.
         """
         hold = self._holds.get(mode)
         if hold is None or (step >= hold.until_step and not now_s < hold.until_s):

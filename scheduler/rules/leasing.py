@@ -1,26 +1,27 @@
 """Leases: spans of an epoch that a rank holds ahead of its work, so that it need not request every batch.
 
-Every rank makes the same permutation of the samples from (seed, epoch). A lease is a span of positions in it: whole
-batches that the rank begins in order. Far from the end of the epoch a rank holds `LEASE_S` seconds of work, so that it
-continues while the coordinator does not answer. Toward the end it holds at most half of its share of the rest, by its
-pace, so that spans shrink to single batches and all ranks end together (guided self-scheduling). Further rules:
+All ranks compute the same permutation of the samples from (seed, epoch). A lease is a span of positions in it: whole
+batches, which the rank begins in order. Far from the end of the epoch a rank holds `LEASE_S` seconds of work, so that
+it can continue while the coordinator does not answer. Toward the end it holds at most half of its share of the
+remaining positions (the share is proportional to its speed), so that spans shrink to single batches and all ranks end
+together (guided self-scheduling). Further rules:
 
-- A rank whose next batch would end after the others could have finished all free positions gets none.
-- When no position is free and a rank is idle, spans not begun are recalled from ranks that would end later, except
-  what they would finish before that rank could.
-- No rank is asked twice to return positions unless meanwhile a batch was begun, a rank arrived or left, or one became
-  idle: ranks that do not train at the moment would take the last positions from each other endlessly.
+- A rank gets no batch if the other ranks could finish all free positions before it would finish that batch.
+- When no position is free and a rank is idle, spans not yet begun are recalled from ranks that would end later, except
+  what they would finish before the idle rank could.
+- After a recall, a rank is asked again only if meanwhile a batch was begun, a rank arrived or left, or one became idle:
+  otherwise ranks that are not training would keep taking the last positions from each other.
 - The epoch ends for no rank while another holds positions it has not begun: a rank may leave its loop at any time, and
   another must take what it returns. All positions are processed as long as one rank continues to the end.
 
-A rank whose worker processes load batches ahead (`ahead`) holds as many as are being loaded, up to the last ones of the
-epoch, but never more than its share of the rest.
+A rank whose worker processes load batches ahead (`ahead`) holds as many as are being loaded, up to the end of the
+epoch, but never more than its share of the remaining positions.
 
-Where batch shares are in force (`LeaseQueue.entitle`) one number for every rank replaces all of this, what it gets of
-the epoch in all, so that all ranks take their share in every step and end at the same one.
+With batch shares (`LeaseQueue.entitle`) one number per rank replaces these rules: how many positions of the epoch the
+rank gets in total. All ranks then take their share in every step and end at the same step.
 
-A position is always in exactly one state: free, held by one rank, or begun by one rank. It leaves the last one only if
-the rank reports that the position was never delivered (`undone`: its loop was left while batches were loading).
+A position is always in exactly one state: free, held by one rank, or begun by one rank. A begun position changes state
+only if the rank reports that it was never delivered (`undone`: its loop was left while batches were loading).
 """
 
 from __future__ import annotations
@@ -35,22 +36,23 @@ from dataclasses import dataclass, field
 __all__ = ["LEASE_S", "Answer", "LeaseQueue", "Span", "joined", "without"]
 
 LEASE_S = 60.0
-"""Twice the time that a coordinator may be unreachable without effect: a rank requests more when a quarter is used, and
-may become faster than its pace."""
+"""Twice the time a coordinator may be unreachable without effect: a rank requests more when a quarter is used up, and
+it may become faster than its measured pace."""
 
 _FIRST = 8
 """Batches of the first lease, before a pace is known."""
 _LEAST_PACE_S = 1e-9
-"""Requests that are read at once are nearer than the clock can say; ratios of paces stay finite."""
+"""Lower bound for a pace: requests read in the same poll can have equal timestamps, and ratios of paces must stay
+finite."""
 
 _OVERDUE = 3.0
-"""Batch times of silence, beyond the work it holds, after which a rank may be dead and is not planned with."""
+"""A rank that is silent for this many batch times beyond the work it holds may be dead and is not counted on."""
 
 _INTERVALS = 5
 """Recent intervals whose median is a rank's pace: the fewest that tolerate two outliers."""
 
 _SLOW = 1.25
-"""Times the fastest rank's pace from which a rank gets no part of a batch beyond its share."""
+"""A rank whose batch time is at least this multiple of the fastest rank's does not get its share rounded up."""
 
 Span = tuple[int, int]
 
@@ -95,19 +97,19 @@ class _Holder:
     Attributes:
         held: Spans not begun, in the order in which it begins them.
         begun: Positions it has begun.
-        done: The spans of these.
+        done: The spans of these positions.
         ahead: Batches that its workers load ahead.
-        load_s: Seconds from the order of a batch to its arrival, where none is on its way.
+        load_s: Seconds from requesting a batch to its arrival, if none is being loaded.
         undelivered: Positions it has begun that may still come back.
-        heard_s: When it last asked or gave back, seconds; NaN before.
+        heard_s: When it last asked for or gave back positions, seconds; NaN before.
         paces_s: Recent seconds per batch.
         forecast_s: Seconds per batch given to `forecast`, NaN without one.
         ended: The epoch is over for it, or it left.
-        recalled: It was asked to return its positions that are not begun.
-        keep: Positions of these that it was to keep.
-        keeps: Positions it kept beyond these, because it has nothing else to work on; they are not recalled again.
+        recalled: It was asked to return positions it has not begun, and has not answered.
+        keep: Positions that it was told to keep in that recall.
+        keeps: Positions it kept beyond `keep` because it has nothing else to work on; they are not recalled again.
         waits: It holds nothing and waits for positions that others return, or for the end.
-        idle: Its training thread waits for them, too.
+        idle: Its training thread waits for them as well.
         recalled_at: `LeaseQueue._progress` when it was last asked to return positions.
     """
 
@@ -174,7 +176,7 @@ class LeaseQueue:
         self._holders = [_Holder() for _ in range(world_size)]
         self._lease_s = lease_s
         self._totals: tuple[int, ...] | None = None
-        self._progress = 0  # Counts what may make another recall from the same rank useful.
+        self._progress = 0  # Counts the events after which another recall from the same rank may be useful.
 
     @property
     def free(self) -> int:
@@ -196,7 +198,7 @@ class LeaseQueue:
         self._holder(rank).forecast_s = seconds_per_batch
 
     def entitle(self, totals: Sequence[int] | None) -> None:
-        """Say how many positions of the epoch every rank gets in all, None for as many as it gets done.
+        """Set how many positions of the epoch each rank gets in total; None for as many as it can process.
 
         Raises:
             ValueError: Not one number for each rank.
@@ -216,17 +218,17 @@ class LeaseQueue:
         idle: bool = False,
         again: bool = False,
     ) -> Span | Answer:
-        """A rank asks for more; one without an answer asks again when it becomes idle.
+        """Record a rank's request and return the answer; a rank told `LATER` asks again when it becomes idle.
 
         Args:
             rank: The rank.
             begun: Positions it has begun in this epoch.
             now_s: The time.
             ahead: Batches that its workers load ahead.
-            load_s: Seconds until its next batch would have been loaded, if none is on its way.
+            load_s: Seconds until its next batch would be loaded, if none is being loaded.
             undelivered: Positions it has begun that may still come back.
             idle: Its training thread has nothing to work on.
-            again: It repeats its last request; no second answer if that was answered.
+            again: It repeats its last request; if that was answered, there is no second answer.
 
         Raises:
             ValueError: `begun` is impossible; nothing is changed.
@@ -257,19 +259,19 @@ class LeaseQueue:
         undelivered: int = 0,
         unasked: bool = False,
     ) -> None:
-        """A rank has given back what it has not begun.
+        """Take back the positions that a rank has not begun.
 
         Args:
             rank: The rank.
             begun: Positions it has begun in this epoch.
             now_s: The time.
-            kept: Positions behind these that it still holds.
+            kept: Positions after the begun ones that it still holds.
             undone: Positions it had begun that were never delivered.
             undelivered: Positions it has begun that may still come back.
-            unasked: It was not recalled; a recall that is on its way to it is still to be answered.
+            unasked: It was not recalled; a recall already on its way to the rank still needs an answer.
 
         Raises:
-            ValueError: It cannot have begun, kept or not delivered these; nothing has changed then.
+            ValueError: It cannot have begun, kept or not delivered these positions; nothing is changed.
         """
         holder, undone = self._holder(rank), joined(undone)
         count, held = begun - holder.begun, self.held(rank)
@@ -303,11 +305,11 @@ class LeaseQueue:
         holder.ended, holder.recalled, holder.waits = True, False, False
 
     def answers(self, now_s: float) -> Iterator[tuple[int, Span | Answer]]:
-        """Answers for ranks that wait: a span, or the end of the epoch."""
+        """Yield answers for the waiting ranks: a span, or the end of the epoch."""
         waiting = [rank for rank, each in enumerate(self._holders) if each.waits and not each.recalled]
         pace_s = {rank: self._holders[rank].pace_s for rank in waiting}
         idle = {rank: self._holders[rank].idle for rank in waiting}
-        # Those first that have nothing to work on, and the fastest of them.
+        # Idle ranks first, and among them the fastest first.
         waiting.sort(key=lambda rank: (not idle[rank], 0.0 if math.isnan(pace_s[rank]) else pace_s[rank]))
         for rank in waiting:
             self._holders[rank].waits = False
@@ -316,7 +318,7 @@ class LeaseQueue:
                 yield rank, answer
 
     def recalls(self, now_s: float) -> Iterator[tuple[int, int]]:
-        """Ranks to be asked now for what they have not begun, and how many positions of it each keeps."""
+        """Yield the ranks to ask now for positions they have not begun, and how many each of them keeps."""
         waiting = [holder for holder in self._holders if holder.waits]
         if self._totals is not None:
             yield from self._recalls_of_shares()
@@ -361,7 +363,7 @@ class LeaseQueue:
         return found
 
     def _behind(self, holder: _Holder, count: int) -> list[Span]:
-        """Cut what a rank holds behind its first `count` positions; what was cut off."""
+        """Truncate a rank's held positions to the first `count` and return the rest."""
         first = self._first_held(holder, count)
         rest, skipped = [], count
         for start, end in holder.held:
@@ -373,12 +375,12 @@ class LeaseQueue:
         return rest
 
     def _wanted(self, rank: int) -> int:
-        """Positions of its share of the epoch that a rank neither holds nor has begun; below 0 where it holds more."""
+        """Positions missing from a rank's share of the epoch, beyond those begun or held; negative if it holds more."""
         assert self._totals is not None
         return self._totals[rank] - self._holders[rank].begun - self.held(rank)
 
     def _recalls_of_shares(self) -> Iterator[tuple[int, int]]:
-        """Ranks that hold more than their share, where another has too little, and what of it is their share."""
+        """Yield ranks that hold more than their share while another has too little, and what each keeps."""
         ranks = range(len(self._holders))
         if not self._free and any(self._holders[r].waits and self._wanted(r) > 0 for r in ranks):
             for rank in ranks:
@@ -389,7 +391,7 @@ class LeaseQueue:
                     yield rank, holder.keep
 
     def _decide_share(self, rank: int) -> Span | Answer:
-        """Half of what a rank still gets of the epoch, toward the end all of it."""
+        """Give a rank half of what is left of its share of the epoch; toward the end all of it."""
         holder, wanted = self._holders[rank], self._wanted(rank)
         if wanted > 0 and self._free:
             least = max(_FIRST, 2 * holder.ahead) * self.batch_size
@@ -397,11 +399,11 @@ class LeaseQueue:
             return holder.held[-1]
         others = [r for r, each in enumerate(self._holders) if not each.ended and r != rank]
         surplus = (self._wanted(other) < 0 and self._holders[other].held for other in others)
-        missing = wanted > 0 and any(surplus)  # It comes back from there.
+        missing = wanted > 0 and any(surplus)  # A recall brings it back from there.
         if (holder.held or holder.undelivered) and not missing:
             return Answer.LATER
         if self._free and all(self._wanted(other) <= 0 for other in others):
-            holder.held.append(self._pop(self.batch_size))  # A rank left its loop, and what it gave back is left over.
+            holder.held.append(self._pop(self.batch_size))  # Left over from a rank that left its loop.
             return holder.held[-1]
         if self._free or any(each.held or each.undelivered for each in self._holders):
             holder.waits = True
@@ -439,10 +441,10 @@ class LeaseQueue:
         return start, stop
 
     def _allowed(self, rank: int, now_s: float) -> int:
-        """Batches a rank may hold: half its share of what is left, at most what it works on for the lease's time.
+        """Batches a rank may hold: half its share of what is left, at most `lease_s` seconds of its work.
 
-        Yet as many as its workers load ahead, where these are not more than its share, to the nearest batch unless the
-        rank is slow: a batch that stayed free to the end would be loaded when nothing else is.
+        It may always hold the batches its workers load ahead, up to its share. The share is rounded to the nearest
+        batch, or down if the rank is slow: a batch left free until the end would be loaded with nothing to overlap it.
         """
         own_s = self._holders[rank].pace_s
         left = self._batches(self._free) + sum(self._batches(each.held) for each in self._holders)
@@ -456,7 +458,7 @@ class LeaseQueue:
                 ratio = 1.0 if math.isnan(own_s) or math.isnan(pace_s) else own_s / pace_s
                 rate, slowness = rate + ratio, max(slowness, ratio)
         share = left / rate
-        half = share / 2.0 if rate > 1.0 else share  # All of it where no other rank takes part.
+        half = share / 2.0 if rate > 1.0 else share  # All of it if no other rank takes part.
         whole = int(share + 0.5) if slowness < _SLOW else int(share)
         return max(min(max(most, 2 * ahead), int(half)), min(ahead, whole))
 
@@ -468,17 +470,17 @@ class LeaseQueue:
         return now_s - holder.heard_s > (_OVERDUE + self._batches(holder.held)) * pace_s
 
     def _ends_s(self, holder: _Holder, now_s: float) -> float:
-        """When a rank ends its current batch and what it holds; infinite if its pace is unknown."""
+        """When a rank ends its current batch and all it holds; infinite if its pace is unknown."""
         pace_s = holder.pace_s
         if math.isnan(pace_s):
             return math.inf
         end_s = holder.heard_s + (self._batches(holder.held) + 1) * pace_s
-        return end_s if end_s >= now_s else 2.0 * now_s - holder.heard_s  # Overdue: it takes as long again, maybe.
+        return end_s if end_s >= now_s else 2.0 * now_s - holder.heard_s  # Overdue: assume as long again.
 
     def _next_s(self, waiting: _Holder, holder: _Holder, now_s: float) -> float:
-        """When a rank with nothing to do would have ended another's batch, with a batch's time to spare."""
+        """When a waiting rank could have finished a batch of `holder`, plus one batch time of margin."""
         own_s = waiting.pace_s
-        if math.isnan(own_s):  # It has work for a time that is not known, unless it has not begun anything.
+        if math.isnan(own_s):  # Pace unknown: assume the holder's, or 0 if the rank has not begun anything.
             own_s = holder.pace_s if waiting.begun else 0.0
         if math.isnan(own_s) and waiting.idle:
             own_s = 0.0
@@ -493,11 +495,11 @@ class LeaseQueue:
         return self._ends_s(holder, now_s) > self._next_s(waiting, holder, now_s)
 
     def _keeps(self, holder: _Holder, until_s: float, now_s: float) -> int:
-        """Positions that a rank has ended, or begun, before another could have: its workers may have loaded them."""
+        """Positions that a rank has ended or begun before another could take them: its workers may have loaded them."""
         pace_s, left_s = holder.pace_s, until_s - now_s
         if not holder.ahead or math.isnan(pace_s) or math.isnan(left_s) or left_s < pace_s:
             return 0
-        batches = min(left_s / pace_s, float(self._batches(holder.held) - 1))  # At least one comes back.
+        batches = min(left_s / pace_s, float(self._batches(holder.held) - 1))  # At least one is returned.
         return int(batches) * self.batch_size
 
     def _others_finish_first(self, rank: int, now_s: float) -> bool:

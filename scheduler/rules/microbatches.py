@@ -1,23 +1,24 @@
-"""Micro-batches of a step, taken over by ranks that have done theirs (after EPSP, Zhou et al. 2019).
+"""Micro-batches of a step, taken over by ranks that have finished theirs (after EPSP, Zhou et al. 2019).
 
-A step's B samples are cut finer than into the user's micro-batches, in `grain` tasks for each of these. A rank computes
-a run of neighbouring tasks in one pass, at most as many as fit in its memory (`scheduler.rules.passes`): every pass has
-its fixed cost. Every rank begins a step with a share of the tasks by its pace, divided into passes, of which a
-short first one shows whether it has become slow. A rank that has begun all its passes takes over tasks that no one has
-begun, from the end of the rank that would end last: as many as it ends by the time T at which all would end if what is
-left were divided anew,
+The samples of a step are cut finer than the user's micro-batches: each micro-batch is `grain` tasks. A rank computes a
+run of adjacent tasks in one pass, at most as many as fit in its memory (`scheduler.rules.passes`), because every pass
+has a fixed cost. Each rank starts a step with a share of the tasks that follows its pace, divided into passes; a short
+first pass shows whether the rank has become slow. A rank that has started all its passes takes over unstarted tasks
+from the end of the queue of the rank that would end last: as many as it can end by the time T at which all ranks would
+end if the rest of the step were divided again,
 
-    sum over i of tasks that i ends in T - free_i  =  tasks not begun
+    sum over i of tasks that i ends in T - free_i  =  tasks not started
 
-and at least TRANSFER_S sooner than the other rank would. A pass that takes longer than was expected is expected to take
-as long as late ones have taken before. Every rank keeps at least one task of a whole step, so that all take part in its
-reduction. The step closes, for all ranks, when every task is begun: nothing is left that could be taken over, and no
-rank waits for the message, because the last pass is still to be computed. Shares of the next step are made then, from
-the latest times; earlier where workers of the loader load ahead.
+provided that the other rank would end more than TRANSFER_S after T. A pass that exceeds its expected time is expected
+to take as long as earlier late passes. Every rank keeps at least one task of a whole step, so that all take part in its
+reduction. The step closes for all ranks when every task is started: nothing is left to take over, and no rank waits for
+the message, because the last pass is still being computed. The shares of the next step are then made from the latest
+times; earlier if the loader's workers load ahead.
 
-Without taking over every rank has equal shares, and its passes are the user's micro-batches.
+When no tasks are taken over, all ranks have equal shares, and their passes are the user's micro-batches.
 
-A task is always in exactly one state: in one rank's queue, free because its rank left, or begun by one rank.
+A task is always in exactly one state: in one rank's queue, free because its rank left or gave it back, or started by
+one rank.
 """
 
 from __future__ import annotations
@@ -42,39 +43,43 @@ __all__ = ["TRANSFER_S", "Action", "Kind", "MicrobatchPool", "forecast_shares", 
 Array = npt.NDArray[np.float64]
 
 TRANSFER_S = 1e-3
-"""Four messages between processes of one host, until a task that was taken over can begin."""
+"""Four messages between processes of one host: the time until a task that was taken over can start."""
 
 _GAIN = 0.03
-"""Least gain of a step's predicted time for which shares are unequal."""
+"""Least relative gain of a step's predicted time for which shares are made unequal."""
 
 _MOVED, _OFTEN = 1.5, 0.05
-"""Change of a rank's time against the others' with which its slowness has moved; part of the steps in which one has."""
+"""`_MOVED`: change of a rank's relative time between steps that counts as a change of its slowness. `_OFTEN`: fraction
+of steps with such a change above which slowness counts as moving."""
 
 _LOOK, _LOOK_S = 0.25, 2e-5
-"""Part of the fastest rank's micro-batch after which ranks without tasks are looked at again; at least so long per
-rank."""
+"""Interval after which ranks without tasks are reconsidered: a fraction of the fastest rank's micro-batch time, and at
+least so many seconds per rank."""
 
 _MANY = 16
-"""Ranks above which what is left of a step is divided anew by the clock, not at every event."""
+"""Above this many ranks the rest of a step is divided again at intervals, not at every event."""
 
 _AHEAD_S = 4.0 * TRANSFER_S
-"""How long before a rank ends its last pass it is given more: so late that what the others do meanwhile is known."""
+"""How long before the end of its last pass a rank is given more: as late as possible, when the others' progress is
+known."""
 
-_NEVER_S = 1e30  # Pace of a rank that takes nothing; infinite ones would make NaN of a product with 0.
+_NEVER_S = 1e30  # Pace of a rank that takes no tasks; an infinite one would give NaN when multiplied by 0.
 
 
 def forecast_shares(
     paces_s: Sequence[float], tasks: int, share: int, *, longest: int = 0, fixed: float = 0.0,
     more: Sequence[int] = (),
 ) -> tuple[int, ...]:  # fmt: skip
-    """Tasks of every rank at the beginning of a step: the least time of the slowest, equal ones where they are as good.
+    """Return each rank's tasks at the start of a step: minimal time of the slowest rank, equal shares if as good.
+
+    Shares are equal unless unequal ones shorten the step by more than `_GAIN`.
 
     Args:
-        paces_s: Seconds per task of every rank, NaN where unknown: as the others.
+        paces_s: Seconds per task of every rank; NaN if unknown, which counts as the lower median of the known ones.
         tasks: Tasks of the step.
         share: Tasks of every rank in a whole step.
         longest: Most tasks of a pass; 0 for `share`.
-        fixed: Time of a pass whatever its size, in tasks.
+        fixed: Fixed time of a pass, in tasks.
         more: Passes of every rank beyond the fewest.
     """
     n, cap = len(paces_s), longest or share
@@ -94,15 +99,17 @@ def forecast_shares(
 def stolen_makespan(
     times_s: Array, parts: int, *, grain: int = 1, fixed_part: float = 0.0, moving: bool = False
 ) -> Array:
-    """Time of steps whose tasks end as early as they can, each rank having at least one: what taking over comes to.
+    """Return the time of steps whose tasks end as early as possible, each rank having at least one task.
+
+    This is the effect of taking over.
 
     Args:
         times_s: Seconds of every rank for its own `parts` micro-batches, shape (..., n_ranks).
         parts: Micro-batches of a rank.
         grain: Tasks of a micro-batch.
-        fixed_part: Part of these times that does not depend on the batch: that of `parts` passes.
-        moving: Whether ranks become slow and fast again, see `moves`: short first passes, which show it, come to passes
-            of no more than a batch.
+        fixed_part: Fraction of these times that does not depend on the batch size: the fixed cost of `parts` passes.
+        moving: Whether ranks become slow and fast again (see `moves`). The short first passes that detect it are
+            modelled by passes of at most one batch.
     """
     share = parts * grain
     fixed = share * fixed_part / (1.0 - fixed_part) / parts
@@ -112,10 +119,10 @@ def stolen_makespan(
 
 
 def moves(times_s: Array) -> bool:
-    """Whether ranks become slow and fast again, so often that short first passes are worth their cost.
+    """Return whether ranks become slow and fast again so often that short first passes are worth their cost.
 
     Args:
-        times_s: Seconds of every rank in steps that follow each other, shape (n_steps, n_ranks).
+        times_s: Seconds of every rank in consecutive steps, shape (n_steps, n_ranks).
     """
     relative = times_s / times_s.min(axis=-1, keepdims=True)
     changes = np.maximum(relative[1:] / relative[:-1], relative[:-1] / relative[1:])
@@ -123,7 +130,7 @@ def moves(times_s: Array) -> bool:
 
 
 def _known(paces_s: Sequence[float]) -> list[float] | None:
-    """The paces, those not known as the usual one; None where none is known."""
+    """The paces, with unknown ones replaced by the lower median of the known; None if none is known."""
     known = sorted(pace_s for pace_s in paces_s if math.isfinite(pace_s) and pace_s > 0.0)
     if not known:
         return None
@@ -132,7 +139,7 @@ def _known(paces_s: Sequence[float]) -> list[float] | None:
 
 
 def _equal(tasks: int, ranks: int, share: int) -> tuple[int, ...]:
-    """`share` tasks for every rank; what is short goes to all alike."""
+    """Equal counts: `share` tasks for every rank in a whole step, else the tasks divided evenly."""
     if tasks == share * ranks:
         return (share,) * ranks
     return tuple(tasks // ranks + (rank < tasks % ranks) for rank in range(ranks))
@@ -141,10 +148,10 @@ def _equal(tasks: int, ranks: int, share: int) -> tuple[int, ...]:
 class Kind(enum.Enum):
     """Kind of message to a rank."""
 
-    SHARES = "shares"  # How many tasks every rank has of a step; rank i's follow those of rank i - 1.
-    RECALL = "recall"  # Tasks are to be given back, as far as they are not begun.
-    GRANT = "grant"  # Tasks of another rank are this rank's now.
-    CLOSED = "closed"  # All tasks of the step, and of those before it, are begun.
+    SHARES = "shares"  # How many tasks of a step every rank has; rank i's follow those of rank i - 1.
+    RECALL = "recall"  # The rank is to give back tasks, as far as it has not started them.
+    GRANT = "grant"  # Tasks of another rank now belong to this rank.
+    CLOSED = "closed"  # All tasks of this step, and of those before it, are started.
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +162,12 @@ class Action:
         rank: The rank.
         kind: What the message says.
         step: The step.
-        task: The first of the tasks, -1 for none.
+        task: The first of the tasks, -1 if there are none.
         tasks: Their number.
-        counts: Tasks of every rank, for `SHARES`.
-        sizes: Tasks of each of this rank's passes, likewise.
-        fixed: Time of a pass whatever its size, in tasks, likewise.
-        first_s: Expected time of its first pass, 0 where it is not known, likewise.
+        counts: Tasks of every rank; only for `SHARES`.
+        sizes: Tasks of each of this rank's passes; only for `SHARES`.
+        fixed: Fixed time of a pass, in tasks; only for `SHARES`.
+        first_s: Expected time of the rank's first pass, 0 if unknown; only for `SHARES`.
     """
 
     rank: int
@@ -176,7 +183,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class _Recall:
-    """Tasks wanted back: from which rank, and for which."""
+    """Tasks asked back from `rank` on behalf of `taker`."""
 
     rank: int
     taker: int
@@ -186,12 +193,12 @@ class _Recall:
 
 @dataclass(slots=True)
 class _Division:
-    """What is left of a step, divided anew.
+    """A new division of the unstarted tasks of a step.
 
     Attributes:
-        until_s: How long it is good for.
-        counts: Tasks of every rank, so that all would end as early as they can.
-        late: Ranks that have more than that, those that would end last first.
+        until_s: Time until which it is valid.
+        counts: Tasks of every rank with which all end as early as possible.
+        late: Ranks that have more than that, the one that would end last first.
     """
 
     until_s: float
@@ -201,16 +208,16 @@ class _Division:
 
 @dataclass(slots=True)
 class _Step:
-    """A step of which not all tasks are begun.
+    """A step with tasks that are not started.
 
     Attributes:
-        counts: The shares with which it began.
-        queues: Tasks not begun, by rank, as runs; each is begun from its front and taken over from its end.
-        shares: The messages of its shares, by rank.
-        began: Whether the rank has begun a pass of it.
-        free: Tasks of ranks that left.
-        asked: Tasks wanted back.
-        divided: The last division of what is left.
+        counts: The shares with which the step started.
+        queues: Unstarted tasks by rank, as runs; a rank starts them from the front, others take over from the end.
+        shares: The `SHARES` messages, by rank.
+        began: Whether the rank has started a pass of this step.
+        free: Tasks that ranks left or gave back.
+        asked: Recalls without an answer.
+        divided: The last division of the rest of the step.
     """
 
     counts: tuple[int, ...]
@@ -222,16 +229,16 @@ class _Step:
     divided: _Division | None = None
 
     def left(self, rank: int) -> int:
-        """Tasks that a rank has not begun, without those wanted back."""
+        """Unstarted tasks of a rank, without those asked back."""
         queued = sum(stop - first for first, stop in self.queues[rank])
         return queued - sum(one.stop - max(one.first, self._front(rank, one)) for one in self.asked if one.rank == rank)
 
     def _front(self, rank: int, one: _Recall) -> int:
-        """The first task that is not begun of those in the run in which a recall is."""
+        """The first unstarted task of the run that contains a recall."""
         return next((first for first, stop in self.queues[rank] if stop >= one.stop > first), one.stop)
 
     def tail(self, rank: int, most: int) -> Span:
-        """The last tasks of a rank that can be wanted back: at most so many, of one run."""
+        """The last tasks of a rank that can be asked back: at most `most`, all of one run."""
         for first, stop in reversed(self.queues[rank]):
             for one in self.asked:
                 if one.rank == rank and first < one.stop <= stop:
@@ -241,7 +248,7 @@ class _Step:
         return 0, 0
 
     def remove(self, rank: int, gone: Span) -> bool:
-        """Take tasks out of a rank's queue; False where they are not all in it."""
+        """Remove tasks from a rank's queue. Return False if they are not all in one of its runs."""
         queue = self.queues[rank]
         for at, (first, stop) in enumerate(queue):
             if first <= gone[0] and gone[1] <= stop:
@@ -254,13 +261,13 @@ class _Step:
 
 
     def free_all(self, rank: int, runs: Sequence[Span]) -> bool:
-        """A rank gives these runs back; False, and nothing has changed, where it does not have them all."""
+        """Free runs that a rank gives back. If it does not have all of them, return False and change nothing."""
         before = deque(self.queues[rank])
         if not all(first < stop and self.remove(rank, (first, stop)) for first, stop in runs):
             self.queues[rank] = before
             return False
         self.free.extend(runs)
-        # Of what was wanted back of them the answer will be that nothing is left.
+        # The rank will answer open recalls of these tasks by returning none.
         kept = [one for one in self.asked if one.rank != rank or not _overlap((one.first, one.stop), runs)]
         self.asked, self.divided = kept, None
         return True
@@ -275,13 +282,13 @@ class _Worker:
     """State of a rank.
 
     Attributes:
-        opened: It has begun the epoch; before that it gets no messages.
+        opened: It has started the epoch; before that it gets no messages.
         left: It takes no more tasks.
         step: The step it works on.
-        began_s: When it began its present pass, NaN where it works on none.
-        first: The first task of that pass, or of the last one.
-        tasks: Its tasks.
-        of_step: The step that it is of.
+        began_s: When it started its current pass, NaN if it works on none.
+        first: The first task of the current (or last) pass.
+        tasks: Number of tasks of that pass.
+        of_step: The step of that pass.
     """
 
     opened: bool = False
@@ -294,23 +301,23 @@ class _Worker:
 
 
 def _shortened(shares: Action, count: int) -> Action:
-    """The message of a rank's share of which the first so many tasks are left: others were there before it."""
+    """A `SHARES` message cut to the rank's first `count` tasks: the ranks that came earlier took over the others."""
     ends = (min(end, count) for end in itertools.accumulate(shares.sizes, initial=0))
     sizes = tuple(end - begin for begin, end in itertools.pairwise(ends) if begin < end)
     return dataclasses.replace(shares, sizes=sizes)
 
 
 class MicrobatchPool:
-    """The tasks of one epoch: which rank has which, and the messages to ranks. Pure; times are seconds on one clock.
+    """The tasks of one epoch: who has which, and the messages to ranks. No clock: times are seconds on one clock.
 
     Args:
         layout: Where the tasks lie.
         times: Times of passes, from earlier epochs.
-        epoch: Its number.
+        epoch: Number of the epoch.
 
     Attributes:
-        steals: Whether shares follow the ranks' pace and tasks are taken over; else every rank keeps equal ones.
-        taken_over: Tasks that were begun by another rank than the one whose share they were in.
+        steals: Whether shares follow the ranks' pace and tasks are taken over; otherwise shares are equal and fixed.
+        taken_over: Tasks started by another rank than the one whose share they were in.
     """
 
     def __init__(self, layout: StepLayout, times: PassTimes | None = None, epoch: int = 0) -> None:
@@ -319,16 +326,16 @@ class MicrobatchPool:
         self.epoch = epoch
         self.steals = False
         self.taken_over = 0
-        self._ahead = 1  # Steps beyond the present one of which shares are known.
+        self._ahead = 1  # Steps beyond the current one whose shares are made.
         self._loads_ahead = False
         self._steps: dict[int, _Step] = {}  # Open ones.
-        self._made = 0  # Steps that have had shares.
+        self._made = 0  # Steps whose shares have been made.
         self._look_at_s = 0.0
         self._workers = [_Worker() for _ in range(layout.world_size)]
 
     @property
     def over(self) -> bool:
-        """Whether all tasks are begun, or no rank is there that would."""
+        """Whether all tasks are started, or all ranks have left."""
         closed = self._made == self.layout.steps and not self._steps
         return closed or self.abandoned
 
@@ -338,14 +345,14 @@ class MicrobatchPool:
         return all(worker.left for worker in self._workers)
 
     def queued(self, rank: int, step: int) -> list[int]:
-        """Tasks of a step that a rank has and has not begun."""
+        """Tasks of a step that a rank has and has not started."""
         found = self._steps.get(step)
         return [task for run in found.queues[rank] for task in range(*run)] if found is not None else []
 
     # ---- events ---------------------------------------------------------------------------------------------
 
     def open(self, rank: int, ahead: int, now_s: float) -> list[Action]:
-        """A rank begins the epoch; its workers load `ahead` micro-batches ahead."""
+        """Record that a rank starts the epoch; its workers load `ahead` micro-batches ahead."""
         worker = self._workers[rank]
         if worker.opened:
             return []
@@ -360,28 +367,31 @@ class MicrobatchPool:
     def begin(
         self, rank: int, step: int, task: int, task_s: float, now_s: float, tasks: int = 1, given: Sequence[Span] = ()
     ) -> list[Action]:
-        """A rank begins a pass, or has nothing to work on.
+        """Record that a rank starts a pass, or has nothing to work on.
 
         Args:
             rank: The rank.
             step: The step.
             task: The first task of the pass, -1 if it has none.
-            task_s: Seconds that the pass before took it, 0 where there was none.
+            task_s: Seconds the rank's previous pass took, 0 if there was none.
             now_s: The time.
             tasks: Tasks of the pass.
-            given: Runs that it has not begun and gives back, because it has become slow: for whom they suit best.
+            given: Unstarted runs that the rank gives back because it has become slow; they become free.
 
         Raises:
             ValueError: It does not have these tasks; nothing has changed.
         """
         worker, found = self._workers[rank], self._steps.get(step)
+        before = deque(found.queues[rank]) if found is not None else None
         if task >= 0 and (found is None or tasks < 1 or not found.remove(rank, (task, task + tasks))):
             raise ValueError(f"rank {rank} begins {tasks} tasks from {task} of step {step}, which it does not have")
         if given and (found is None or not found.free_all(rank, given)):
+            if found is not None and before is not None:
+                found.queues[rank] = before
             raise ValueError(f"rank {rank} gives back tasks {list(given)} of step {step}, which it does not have")
         if task_s > 0.0 and worker.tasks:
             self.times.note(rank, worker.tasks, task_s, (self.epoch, worker.of_step))
-        if all(step > each.step for each in self._workers):  # So the step before was reduced, on all ranks.
+        if all(step > each.step for each in self._workers):  # So the previous step was reduced, on all ranks.
             for each in self._workers:
                 each.began_s = math.nan
         worker.step = max(worker.step, step)
@@ -398,8 +408,11 @@ class MicrobatchPool:
         return [*actions, *self._make_steps(now_s), *self._steal(now_s, rank)]
 
     def returned(self, rank: int, step: int, task: int, given: int, now_s: float) -> list[Action]:
-        """A rank's answer to a recall: the last so many of these tasks it has given back, the others it has begun (and
-        says so elsewhere). Unasked: a pass that it has said to begin and will not, because it leaves."""
+        """Record a rank's answer to a recall: it gives back the last `given` of these tasks.
+
+        It has started the others (and reports that elsewhere). An answer without a recall is a pass that the rank
+        announced and will not compute, because it leaves.
+        """
         found = self._steps.get(step)
         if found is None:
             return []
@@ -422,7 +435,7 @@ class MicrobatchPool:
         return [Action(asked.taker, Kind.GRANT, step, run[0], run[1] - run[0])]
 
     def leave(self, rank: int, now_s: float) -> list[Action]:
-        """A rank takes no more: what it has not begun is for the others."""
+        """Record that a rank takes no more tasks; its unstarted ones go to the others."""
         worker = self._workers[rank]
         if worker.left:
             return []
@@ -435,7 +448,7 @@ class MicrobatchPool:
         return [*self._make_steps(now_s), *self._steal(now_s)]
 
     def tick(self, now_s: float) -> tuple[list[Action], float]:
-        """What time alone brings about, and when to look again (infinite where nothing can come of it)."""
+        """Act on elapsed time. Return the messages and when to call again (infinite if that would change nothing)."""
         if not self.steals or now_s < self._look_at_s:
             return [], self._look_at_s if self.steals else math.inf
         self._look_at_s = math.inf
@@ -447,17 +460,17 @@ class MicrobatchPool:
     # ---- shares ---------------------------------------------------------------------------------------------
 
     def _first_run(self, found: _Step, rank: int) -> Span:
-        """The tasks that a rank's share of a step began with."""
+        """The run of tasks that was a rank's share when the step started."""
         first = sum(found.counts[:rank])
         return first, first + found.counts[rank]
 
     def _make_steps(self, now_s: float) -> list[Action]:
-        """Shares of the steps that ranks come to next."""
+        """Make the shares of the steps that ranks reach next."""
         actions: list[Action] = []
         there = [worker.step for worker in self._workers if worker.opened and not worker.left]
         while self._made < self.layout.steps and there and self._made <= max(there) + self._ahead:
             if self.steals and not self._loads_ahead and self._made > max(there) and self._steps:
-                break  # Until all is begun: then more is known of the ranks' paces, and there is still time.
+                break  # Wait until all tasks are started: paces are known better then, and it is still early enough.
             found = self._steps[self._made] = self._make(self._made, now_s)
             actions += [
                 each
@@ -472,7 +485,7 @@ class MicrobatchPool:
         return actions
 
     def _make(self, step: int, now_s: float) -> _Step:
-        """Shares of a step, and passes of the ranks."""
+        """Make the shares of a step and the passes of each rank."""
         layout, tasks, n = self.layout, self.layout.tasks(step), self.layout.world_size
         fixed, share, cap = self.times.fixed, layout.share, layout.longest
         paces_s = _known([self._pace_s(rank, now_s) for rank in range(n)]) if self.steals else None
@@ -482,12 +495,12 @@ class MicrobatchPool:
             first_s = self.times.first_pass_s(np.array(paces_s), np.array(counts), cap)
             sizes = [pass_sizes(c, cap, layout.grain, fixed, first_s / p) for c, p in zip(counts, paces_s, strict=True)]
             more = [len(each) - -(-count // cap) for each, count in zip(sizes, counts, strict=True)]
-            if any(more) and fixed:  # Passes cost time, and the others can do more meanwhile.
+            if any(more) and fixed:  # Extra passes cost a rank time, in which the others can do more.
                 counts = forecast_shares(paces_s, tasks, share, longest=cap, fixed=fixed, more=more)
                 sizes = [
                     pass_sizes(c, cap, layout.grain, fixed, first_s / p) for c, p in zip(counts, paces_s, strict=True)
                 ]
-        elif self.steals:  # Nothing is known yet: several passes of different sizes, from which much is learnt.
+        elif self.steals:  # Nothing is known yet: several passes of different sizes, to learn pace and fixed cost.
             sizes = [pass_sizes(count, cap, layout.grain, 0.0, layout.grain) for count in counts]
         else:
             sizes = [self._equal_passes(count) for count in counts]
@@ -501,7 +514,7 @@ class MicrobatchPool:
         return _Step(counts, queues, shares, [False] * n)
 
     def _equal_passes(self, count: int) -> list[int]:
-        """The user's micro-batches."""
+        """Pass sizes equal to the user's micro-batches."""
         size = self.layout.grain
         return [min(size, count - first) for first in range(0, count, size)]
 
@@ -519,7 +532,7 @@ class MicrobatchPool:
     # ---- taking over ----------------------------------------------------------------------------------------
 
     def _is_free(self, rank: int) -> bool:
-        """Whether a rank has begun all that it has of the step it works on, and none is on its way to it."""
+        """Whether a rank has started all its tasks of the step it works on, and none are on their way to it."""
         worker = self._workers[rank]
         found = self._steps.get(worker.step)
         if found is None or not worker.opened or worker.left or found.queues[rank]:
@@ -527,14 +540,14 @@ class MicrobatchPool:
         return all(one.taker != rank for one in found.asked)
 
     def _present_s(self, rank: int, now_s: float) -> float:
-        """Time of a rank's present pass as a whole, 0 where nothing is known of it."""
+        """Expected total time of a rank's current pass; its elapsed time if nothing is known."""
         worker = self._workers[rank]
         expected_s = self.times.expected_s(rank, worker.tasks)
         elapsed_s = now_s - worker.began_s
         return elapsed_s if math.isnan(expected_s) else self.times.likely_s(expected_s, elapsed_s)
 
     def _pace_s(self, rank: int, now_s: float) -> float:
-        """Seconds per task, as its present pass shows; NaN where nothing is known."""
+        """Seconds per task, at least what the current pass shows; NaN if nothing is known."""
         known_s, worker = self.times.pace_s(rank), self._workers[rank]
         if math.isnan(worker.began_s):
             return known_s
@@ -542,18 +555,18 @@ class MicrobatchPool:
         return max(0.0 if math.isnan(known_s) else known_s, present_s) or math.nan
 
     def _free_s(self, rank: int, now_s: float) -> float:
-        """When a rank ends its present pass."""
+        """When a rank ends its current pass."""
         began_s = self._workers[rank].began_s
         return now_s if math.isnan(began_s) else max(now_s, began_s + self._present_s(rank, now_s))
 
     def _look_s(self) -> float:
-        """Time from one look at ranks without tasks to the next."""
+        """Interval between checks of ranks without tasks."""
         size = self.times.fixed + self.layout.grain
         known = [size * pace_s for rank in range(len(self._workers)) if (pace_s := self.times.pace_s(rank)) > 0.0]
         return max(2.0 * TRANSFER_S, _LOOK * min(known, default=0.0), _LOOK_S * len(self._workers))
 
     def _steal(self, now_s: float, rank: int = -1) -> list[Action]:
-        """What ranks without tasks are given, those first that are free first; with many ranks `rank` alone."""
+        """Give tasks to ranks without any, in the order in which they become free; with many ranks only to `rank`."""
         actions: list[Action] = []
         if not self.steals and not any(each.free for each in self._steps.values()):
             return actions
@@ -572,7 +585,7 @@ class MicrobatchPool:
         return actions
 
     def _give_free(self, rank: int, step: int, found: _Step, now_s: float) -> list[Action]:
-        """Tasks that no rank has: as many as this one ends when all could end, if the ranks' paces are known."""
+        """Give a rank tasks that no rank has: its part of a new division, or a micro-batch if paces are unknown."""
         wanted = self.layout.grain
         if self.steals and any(counts := self._divide(step, found, now_s).counts):
             wanted = min(counts[rank], self.layout.longest)
@@ -587,7 +600,7 @@ class MicrobatchPool:
         return [Action(rank, Kind.GRANT, step, first, end - first)]
 
     def _divide(self, step: int, found: _Step, now_s: float) -> _Division:
-        """What is left of a step divided anew."""
+        """Divide the rest of a step again."""
         if found.divided is not None and now_s < found.divided.until_s:
             return found.divided
         ranks = range(len(self._workers))
@@ -607,7 +620,7 @@ class MicrobatchPool:
             ends_s = [free_s[r] + paces_s[r] * (fixed * -(-left[r] // cap) + left[r]) for r in ranks]
             sooner_s = min((start_s[r] + paces_s[r] * (fixed + 1) for r in ranks if not left[r]), default=math.inf)
             if not found.free and max(ends_s) <= sooner_s + TRANSFER_S:
-                return found.divided  # No rank without tasks would end a single one sooner.
+                return found.divided  # No rank without tasks would end even one task sooner.
             end_s, counts = spread(start_s, paces_s, tasks, fixed, cap)
             found.divided.counts = counts
             late = (r for r in ranks if left[r] > found.divided.counts[r] and ends_s[r] > end_s + TRANSFER_S)
@@ -615,12 +628,12 @@ class MicrobatchPool:
         return found.divided
 
     def _take_over(self, rank: int, step: int, found: _Step, now_s: float) -> list[Action]:
-        """Tasks of the rank that would end last, as many as this one ends when all could end."""
+        """Ask the rank that would end last for tasks: as many as this rank has in the new division."""
         divided = self._divide(step, found, now_s)
         wanted = min(divided.counts[rank], self.layout.longest)
         for victim in list(divided.late) if wanted > 0 else ():
             left = found.left(victim)
-            # One stays, so that it has a part in the step.
+            # It keeps one task, so that it takes part in the step.
             spare = min(left - divided.counts[victim], left - (not found.began[victim]))
             first, stop = found.tail(victim, min(wanted, spare)) if spare > 0 and victim != rank else (0, 0)
             if first < stop:
@@ -631,7 +644,7 @@ class MicrobatchPool:
         return []
 
     def _ask(self, step: int, found: _Step, recall: _Recall) -> Action:
-        """Ask a rank for tasks; one that has not begun the epoch has not heard of them."""
+        """Recall tasks from a rank; one that has not started the epoch does not know of them: grant them directly."""
         run = recall.first, recall.stop
         if not self._workers[recall.rank].opened:
             found.remove(recall.rank, run)

@@ -1,17 +1,17 @@
-"""What a forward and backward pass over several micro-batch tasks takes, and into which passes a rank divides its own.
+"""How long a pass over several tasks takes, and into which passes a rank divides its tasks.
 
-A pass over m tasks takes rank i
+A pass (forward and backward) over m tasks takes rank i
 
     t_i(m) = pace_i * (fixed + m)
 
-seconds. `fixed` is what a pass takes whatever its size (launches of kernels, the loop itself), counted in tasks. It is
-the same for all ranks, because a rank's slowness moves faster than it could be fitted for each; it is the median over
-pairs of passes of one rank, one behind the other and of different sizes.
+seconds. `fixed` is the cost of a pass that does not depend on its size (kernel launches, the loop itself), counted in
+tasks. It is the same for all ranks, because a rank's slowness changes faster than `fixed` could be fitted per rank; it
+is the median over pairs of consecutive passes of one rank with different sizes.
 
-Several tasks in one pass save `fixed` each, but a pass that is begun cannot be taken over. A rank that becomes slow in
-a pass holds the step up by that pass. So the first pass of a step may be a short one, which shows whether the rank is
-slow, and the others follow in few. How short is decided by the steps that were seen: that length for which they would
-have ended soonest, had the worst pass of each been this one.
+Several tasks in one pass save `fixed` each, but a pass that has started cannot be taken over: a rank that becomes slow
+during a pass delays the step by that pass. So the first pass of a step may be short, to show whether the rank is slow,
+and the rest follows in few passes. Its length is the one with which the recent steps would have ended soonest if the
+worst pass of each step had been the first pass.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ Array = npt.NDArray[np.float64]
 _RECENT = 3
 """Passes whose median is a rank's pace: the fewest that tolerate an outlier; taking over corrects the rest."""
 
-_MOVED = 1.3  # Times the median, up or down, from which on the last pass counts alone: the rank's slowness has moved.
-_PAIRS = 31  # Pairs of passes whose median is `fixed`: it is a trait of the network, so many for few outliers.
-_PAIR_RATIO = 1.3  # Least ratio of the sizes of a pair: from nearly equal ones the noise decides.
-_SAME = 0.03  # Smaller relative changes of `fixed` are ignored: with each, all paces are computed again.
-_LATE = 1.2  # Times its expected time after which a pass counts as one of a rank that has become slow.
-_STEPS = 64  # Steps that are remembered for the choice of the first pass.
-_UNKNOWN = (1.0, 2.0)  # Until steps were seen: as if in every other one a rank took twice its time.
-_FIRST = (0.125, 0.25, 0.375, 0.5, 1.0)  # Lengths of the first pass to choose from, as parts of the step.
-_TIE = 0.01  # Shorter first passes are preferred where they cost no more than this.
-_WORTH = 10.0  # A pass is cut no shorter than so many times what it takes whatever its size.
+_MOVED = 1.3  # If the last pass differs from the median by this factor, it counts alone: the slowness has changed.
+_PAIRS = 31  # Pairs of passes whose median is `fixed`, which depends on the network only: many, against outliers.
+_PAIR_RATIO = 1.3  # Least ratio of the sizes of a pair: with nearly equal sizes the result would be noise.
+_SAME = 0.03  # Smaller relative changes of `fixed` are ignored: each change recomputes all paces.
+_LATE = 1.2  # Multiple of its expected time after which a pass shows that its rank has become slow.
+_STEPS = 64  # Steps remembered for the choice of the first pass.
+_UNKNOWN = (1.0, 2.0)  # Before any step was observed: as if in every second one a rank took twice its time.
+_FIRST = (0.125, 0.25, 0.375, 0.5, 1.0)  # Candidate lengths of the first pass, as fractions of the step.
+_TIE = 0.01  # Shorter first passes are preferred if they cost no more than this fraction.
+_WORTH = 10.0  # Passes after the first are not cut shorter than this multiple of `fixed`.
 _HALVINGS = 24
-_FEW = 128  # Ranks up to which plain arithmetic is faster than numpy's.
+_FEW = 128  # Up to this many ranks plain Python is faster than numpy.
 
 
 class PassTimes:
-    """Times of the passes of all ranks, over the epochs of a loader.
+    """Times of all ranks' passes, over the epochs of a loader.
 
     Args:
         ranks: Number of ranks.
 
     Attributes:
-        fixed: Time of a pass whatever its size, in tasks.
+        fixed: Fixed time of a pass, in tasks.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -60,26 +60,26 @@ class PassTimes:
         self._recent: list[deque[tuple[int, float]]] = [deque(maxlen=_RECENT) for _ in range(ranks)]
         self._paces_s = [math.nan] * ranks
         self._pairs: deque[float] = deque(maxlen=_PAIRS)
-        self._worst: dict[tuple[int, int], float] = {}  # By epoch and step: longest time of a pass over its expected.
-        self._longer: deque[float] = deque(maxlen=_PAIRS)  # Of single passes, those that were late.
+        self._worst: dict[tuple[int, int], float] = {}  # By epoch and step: largest ratio of a pass's time to expected.
+        self._longer: deque[float] = deque(maxlen=_PAIRS)  # These ratios for single late passes.
 
     def fixed_part(self, parts: int, share: int) -> float:
-        """Part of a batch's time that does not depend on its size, in so many passes; NaN where nothing is known.
+        """Fraction of a batch's time that does not depend on its size; NaN if nothing is known.
 
         Args:
-            parts: The passes.
+            parts: Passes into which the batch is divided.
             share: Tasks of the batch.
         """
         return parts * self.fixed / (parts * self.fixed + share) if self._pairs else math.nan
 
     def note(self, rank: int, tasks: int, time_s: float, step: tuple[int, int] = (0, 0)) -> None:
-        """A pass of a rank has ended.
+        """Record the time of a rank's pass.
 
         Args:
             rank: The rank.
             tasks: Tasks of the pass.
             time_s: Its time, more than 0.
-            step: Epoch and step it was of.
+            step: Epoch and step of the pass.
         """
         expected_s, recent = self.expected_s(rank, tasks), self._recent[rank]
         if not math.isnan(expected_s):
@@ -95,7 +95,7 @@ class PassTimes:
         self._paces_s[rank] = self._pace(recent)
 
     def _note_pair(self, one: tuple[int, float], other: tuple[int, float]) -> None:
-        """t = pace (fixed + m) at two sizes, solved for `fixed`."""
+        """Solve t = pace (fixed + m), known at two sizes, for `fixed`."""
         (less, less_s), (more, more_s) = sorted((one, other))
         if more >= _PAIR_RATIO * less:
             most = 4.0 * more
@@ -107,7 +107,7 @@ class PassTimes:
                 self._paces_s = [self._pace(each) for each in self._recent]
 
     def pace_s(self, rank: int) -> float:
-        """Seconds per task beyond the fixed part, and per unit of that; NaN where nothing is known."""
+        """Seconds per task, and per unit of `fixed`; NaN if nothing is known."""
         return self._paces_s[rank]
 
     def _pace(self, recent: deque[tuple[int, float]]) -> float:
@@ -118,21 +118,21 @@ class PassTimes:
         return usual_s if usual_s / _MOVED < found[-1] < usual_s * _MOVED else found[-1]
 
     def expected_s(self, rank: int, tasks: int) -> float:
-        """Seconds of a rank's pass over so many tasks, NaN where nothing is known."""
+        """Expected seconds of a rank's pass over `tasks` tasks, NaN if nothing is known."""
         return self.pace_s(rank) * (self.fixed + tasks)
 
     def likely_s(self, expected_s: float, elapsed_s: float) -> float:
-        """Time of a pass that has taken `elapsed_s` so far: once it is late, as long as late ones have taken."""
+        """Likely total time of a pass after `elapsed_s`: once it is late, the lower median of longer late passes."""
         if elapsed_s <= _LATE * expected_s:
             return max(expected_s, elapsed_s)
         longer = [ratio * expected_s for ratio in self._longer if ratio * expected_s > elapsed_s]
         return statistics.median_low(longer) if longer else elapsed_s
 
     def first_pass_s(self, paces_s: Array, counts: Array, cap: int) -> float:
-        """Length of the first pass of every rank in a step, infinite for passes as long as can be.
+        """Return the length in seconds of every rank's first pass in a step; infinite for passes as long as possible.
 
         Args:
-            paces_s: See `pace_s`; of all ranks.
+            paces_s: Pace of every rank, see `pace_s`.
             counts: Tasks of every rank.
             cap: Most tasks in a pass.
         """
@@ -145,7 +145,7 @@ class PassTimes:
                 first_size(int(count), cap, self.fixed, limit_s / pace_s)
                 for count, pace_s in zip(counts, paces_s, strict=True)
             ])  # fmt: skip
-            more = (first < counts) & (counts <= cap)  # These have a pass more than they need.
+            more = (first < counts) & (counts <= cap)  # These ranks have one more pass than they need.
             with_s = end_s + self.fixed * more.sum() / (1.0 / paces_s).sum()
             first_s = np.where(first > 0, paces_s * (self.fixed + first), 0.0)
             mean_s = float(np.maximum(with_s, seen[:, None] * first_s).mean())
@@ -155,10 +155,10 @@ class PassTimes:
 
 
 def first_size(count: int, cap: int, fixed: float, first: float) -> int:
-    """Tasks of the first of a rank's passes of a step, see `pass_sizes`; not so few that it costs a pass behind it."""
-    needed = -(-count // cap) - 1  # Passes behind the first one, at least.
+    """Tasks of a rank's first pass, see `pass_sizes`. With more than `cap` tasks it causes no additional pass."""
+    needed = -(-count // cap) - 1  # Least number of passes after the first.
     if first >= fixed + count or count <= fixed:
-        size = 0 if needed else count  # A rank that has few tasks is slow already.
+        size = 0 if needed else count  # A rank with few tasks is already slow.
     else:
         size = min(cap, max(1, int(first - fixed)))
     return max(size, count - cap * needed) if needed else size
@@ -167,14 +167,14 @@ def first_size(count: int, cap: int, fixed: float, first: float) -> int:
 def pass_sizes(count: int, cap: int, least: int, fixed: float, first: float) -> list[int]:
     """Tasks of each of a rank's passes of a step.
 
-    Behind the first one each is half of what is left, but not so short that the fixed part would be much of it.
+    Each pass after the first takes half of the rest, but not so few tasks that `fixed` would be a large part of it.
 
     Args:
         count: Tasks of the rank.
         cap: Most tasks in a pass.
-        least: Fewest tasks in one, but the first and the last.
-        fixed: Time of a pass whatever its size, in tasks.
-        first: Length of the first pass, with its fixed part, in tasks.
+        least: Fewest tasks in a pass, except the first and the last.
+        fixed: Fixed time of a pass, in tasks.
+        first: Length of the first pass including `fixed`, in tasks.
     """
     sizes = [first_size(count, cap, fixed, first)] if count else []
     rest, shortest = count - sum(sizes), max(least, math.ceil(_WORTH * fixed))
@@ -185,20 +185,20 @@ def pass_sizes(count: int, cap: int, least: int, fixed: float, first: float) -> 
 
 
 def tasks_by(time_s: Array, pace_s: Array, fixed: float, cap: int) -> Array:
-    """Tasks that ranks of these paces end within a time, in passes of at most `cap`."""
+    """Number of tasks that ranks of these paces end within a time, in passes of at most `cap` tasks."""
     worth = np.maximum(time_s, 0.0) / pace_s + 1e-9
     whole = np.floor(worth / (fixed + cap))
     return np.asarray(cap * whole + np.floor(np.clip(worth - whole * (fixed + cap) - fixed, 0.0, cap)))
 
 
 def earliest_end(free_s: Array, pace_s: Array, tasks: int, fixed: float, cap: int, least: int = 0) -> Array:
-    """When so many tasks can have ended, if ranks take each as many as fit.
+    """Return when `tasks` tasks can have ended, each rank taking as many as it can end by then.
 
     Args:
         free_s: When each rank is free, shape (..., n_ranks).
-        pace_s: See `PassTimes.pace_s`, likewise.
-        tasks: Their number.
-        fixed: Time of a pass whatever its size, in tasks.
+        pace_s: Pace of each rank (see `PassTimes.pace_s`), same shape.
+        tasks: Number of tasks.
+        fixed: Fixed time of a pass, in tasks.
         cap: Most tasks in a pass.
         least: Fewest tasks of a rank.
     """
@@ -207,7 +207,7 @@ def earliest_end(free_s: Array, pace_s: Array, tasks: int, fixed: float, cap: in
 
 
 def _level(free_s: Array, pace_s: Array, tasks: int, fixed: float, cap: int, least: int) -> Array:
-    """The time by which so many have ended, where ranks take the fewest however long these take them."""
+    """`earliest_end`, without the time that slow ranks need for their `least` tasks."""
     low_s = free_s.min(axis=-1)
     high_s = (free_s + pace_s * (fixed * -(-tasks // cap) + tasks)).min(axis=-1)
     for _ in range(_HALVINGS):
@@ -220,7 +220,7 @@ def _level(free_s: Array, pace_s: Array, tasks: int, fixed: float, cap: int, lea
 def spread(
     free_s: Sequence[float], pace_s: Sequence[float], tasks: int, fixed: float, cap: int, least: int = 0
 ) -> tuple[float, list[int]]:
-    """Tasks of every rank, so that all end as early as they can; and when that is. See `earliest_end`."""
+    """Return when all ranks can end at the earliest, and each rank's tasks for that. See `earliest_end`."""
     n = len(free_s)
     if n > _FEW:
         level_s = float(_level(np.array(free_s), np.array(pace_s), tasks, fixed, cap, least))
@@ -229,7 +229,7 @@ def spread(
     ranks = zip(free_s, pace_s, strict=True)
     counts = [max(least, _tasks_by(level_s - free, pace, fixed, cap)) for free, pace in ranks]
     surplus = sum(counts) - tasks
-    if surplus > 0:  # Of several that end together, one too many each at most.
+    if surplus > 0:  # Ranks that end at the same time: at most one task too many each.
         ends_s = [free_s[r] + pace_s[r] * (fixed * -(-counts[r] // cap) + counts[r]) for r in range(n)]
         for rank in sorted((r for r in range(n) if counts[r] > least), key=lambda r: -ends_s[r])[:surplus]:
             counts[rank] -= 1
@@ -250,7 +250,7 @@ def _tasks_by(time_s: float, pace_s: float, fixed: float, cap: int) -> int:
 def _level_of_few(
     free_s: Sequence[float], pace_s: Sequence[float], tasks: int, fixed: float, cap: int, least: int
 ) -> float:
-    """`_level` of one step: for a few ranks numpy's calls take twenty times as long as the arithmetic."""
+    """`_level` of one step in plain Python: for few ranks numpy's calls take twenty times as long as the arithmetic."""
     ranks = list(zip(free_s, pace_s, strict=True))
     low_s = min(free_s)
     high_s = min(free + pace * (fixed * -(-tasks // cap) + tasks) for free, pace in ranks)

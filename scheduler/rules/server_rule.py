@@ -119,9 +119,9 @@ def pushers(plan: Plan) -> tuple[int, ...]:
 class ServerRule:
     """Decides for all shards of one optimizer what happens at each push.
 
-    A rank that pushed waits until an event releases it. A late rank is waited for only as the rule says, and never
-    while it is absent; its pushes count whenever they arrive. Never do all present ranks wait: x is limited to what the
-    present ranks and those with a pending push can deliver.
+    A rank that pushed waits until an event releases it. Others wait for a late rank only as the rule says, and never
+    while it is absent; its pushes count whenever they arrive. The present ranks never all wait: x is limited to what
+    the present ranks and those with a pending push can deliver.
 
     Args:
         plan: A plan of mode `ps` or `grouped`. With rule `groups` and no groups all ranks are one group.

@@ -25,7 +25,7 @@ from scheduler.records import Plan
 __all__ = ["Close", "ClosingRule"]
 
 _RECENT = 5  # Own compute times that predict the next one: few, so that a recovered rank is soon waited for.
-_RETURN_S = 0.05  # Ranks leave a collective within milliseconds of each other, on a busy host within tens.
+_RETURN_S = 0.05  # Ranks leave a collective within milliseconds of each other, on a busy host within tens of them.
 _OFFSETS = 64  # Arrival offsets that determine the grace.
 
 
@@ -102,7 +102,7 @@ class ClosingRule:
         self._inactive: set[int] = set()
         self._offsets: deque[float] = deque(maxlen=_OFFSETS)
         self._typical_s: float | None = None
-        self._late_s: float | None = None  # Grace by the offsets.
+        self._late_s: float | None = None  # Grace by the offsets, None if it must be computed again.
         self._closed = False
 
     @property
@@ -131,12 +131,12 @@ class ClosingRule:
         self._members = plan.members_or_all  # Cached: used for every message.
 
     def skip_to(self, step: int) -> None:
-        """Continue at `step`; the steps before ended without arrivals reported here."""
+        """Continue at `step`; earlier steps ended without arrivals reported here."""
         if step > self.step:
             self.step, self._ready, self._closed = step, {}, False
 
     def restart(self, step: int, now_s: float) -> None:
-        """Let every rank begin at `step`, after a transfer of state."""
+        """Let every rank continue at `step`, after a transfer of state."""
         self.skip_to(step)  # Arrivals for that step that preceded this report stay.
         for state in self._ranks:
             state.step, state.started_s = max(state.step, step), now_s
@@ -176,8 +176,8 @@ class ClosingRule:
 
         Args:
             rank: The rank.
-            out_of_data: It has no more batches. Else it is in a collective of the user's, which ranks leave one shortly
-                after the other: in lockstep a step waits one more usual compute time for it.
+            out_of_data: It has no more batches. Otherwise it is in a collective of the user's, which ranks leave at
+                slightly different times: in lockstep a step waits one more usual compute time for it.
         """
         self._inactive.add(rank)
         self._ranks[rank].out_of_data = out_of_data
@@ -188,7 +188,7 @@ class ClosingRule:
         self._ranks[rank].started_s = now_s
 
     def align(self, now_s: float) -> None:
-        """Let all ranks start the next step together, after an end of an epoch at which all have every ended step."""
+        """Let all ranks start the next step together, after an end of an epoch for which all have every ended step."""
         following = self.step + (1 if self._ready else 0)
         self._inactive.clear()
         for state in self._ranks:
@@ -255,7 +255,7 @@ class ClosingRule:
         return expected is None or expected <= limit_s
 
     def _without_inactive(self, last_s: float, now_s: float) -> tuple[Close | None, float | None]:
-        """In lockstep, when all active ranks have arrived."""
+        """Decide, in lockstep, when all active ranks have arrived."""
         returning = any(r in self._inactive and not self._ranks[r].out_of_data for r in self._members)
         limit_s = last_s + max(self.typical_compute_s(), _RETURN_S)
         if returning and now_s < limit_s:

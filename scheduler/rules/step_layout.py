@@ -1,4 +1,4 @@
-"""Where the steps of an epoch lie that a loader cuts into micro-batches, and the tasks of a step."""
+"""Positions of the steps and tasks of an epoch whose batches a loader cuts into micro-batches."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from scheduler.rules.leasing import Span, joined, without
 __all__ = ["LONGEST", "StepLayout", "grain"]
 
 LONGEST = 2
-"""Batches of the user's in a pass, at most: a rank twice as fast as the others computes its share in one."""
+"""Most user batches in a pass: a rank twice as fast as the others computes its share in one."""
 
 _GRAIN = 8
-"""Tasks of a micro-batch: shares of a rank four times slower than the others are right to a sixteenth of a step."""
+"""Most tasks of a micro-batch: the share of a rank four times slower than the others is right to a sixteenth of a
+step."""
 
 
 def grain(batch: int, parts: int) -> int:
-    """Tasks of a micro-batch, of a batch of the user's that has so many of these."""
+    """Tasks of a micro-batch, if a user's batch has `parts` micro-batches."""
     return max(1, min(_GRAIN, batch // parts))
 
 
@@ -30,13 +31,13 @@ class StepLayout:
         batch: Samples of a rank in a step, as the user gave it.
         parts: Micro-batches of a rank in a step.
         world_size: Number of ranks.
-        drop_last: Omit what does not fill a rank's batch.
+        drop_last: Omit samples that do not fill a rank's batch.
         done: Positions that were consumed before the epoch was interrupted.
         grain: Tasks of a micro-batch.
 
     Attributes:
-        share: Tasks of a rank in a step on ranks of equal speed.
-        longest: Most tasks of a pass: those of `LONGEST` batches of the user's, unless `limit_passes` says less.
+        share: Tasks of a rank in a step if all ranks are equally fast.
+        longest: Most tasks of a pass: those of `LONGEST` user batches, unless `limit_passes` sets less.
         whole: Tasks of a whole step.
 
     Raises:
@@ -63,7 +64,7 @@ class StepLayout:
         self._batch, self._per_step = batch, batch * world_size
 
     def limit_passes(self, samples: int) -> None:
-        """No pass is to have more samples, where that is not less than a micro-batch; 0 for a batch of the user's."""
+        """Limit the samples of a pass, to not less than a micro-batch; 0 limits it to one user batch."""
         self.longest = min(self.longest, max(self.grain, (samples or self._batch) * self.share // self._batch))
 
     @property
@@ -77,14 +78,14 @@ class StepLayout:
         return (self.steps - 1) * self.whole + self.tasks(self.steps - 1) if self.steps else 0
 
     def tasks(self, step: int) -> int:
-        """Tasks of a step; fewer in the last one where it is short."""
+        """Tasks of a step; fewer in a short last step."""
         left = self._left(step)
         if left >= self._per_step:
             return self.whole
         return min(left, self.grain * -(-left * self.parts * self.world_size // self._per_step))
 
     def spans(self, step: int, task: int, tasks: int = 1) -> tuple[Span, ...]:
-        """The positions of a run of tasks."""
+        """The positions of `tasks` consecutive tasks, from `task` on."""
         count, left = self.tasks(step), min(self._left(step), self._per_step)
         if not 0 <= task < task + tasks <= count:
             raise ValueError(f"{tasks} tasks from {task} of step {step}; expected some of 0..{count - 1}")

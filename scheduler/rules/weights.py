@@ -37,7 +37,7 @@ def damping(plan: Plan, staleness: int, gradients: int) -> float:
 
 
 def damped(scale: _Array | float, staleness: _Array) -> _Array:
-    """Weights of many gradients; `scale` is that of `damping_scale`."""
+    """Weights of many gradients; `scale` is the result of `damping_scale`."""
     return np.minimum(1.0, scale / (1.0 + staleness))
 
 

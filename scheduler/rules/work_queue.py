@@ -1,6 +1,7 @@
 """Ranges of an epoch's positions, in order, for the next rank that requests one.
 
-It answers `RequestBatch`: ranks meet at an empty epoch, whose end the coordinator announces once all have requested.
+It answers `RequestBatch`: ranks wait for each other on an empty epoch, whose end the coordinator announces once all
+have requested.
 The loader's samples are leased instead (`scheduler.rules.leasing`).
 """
 

@@ -25,13 +25,13 @@ class State(Replicas):
         machines: Ranks and links.
         account: Progress of training.
         now_s: End of the last step, shape (replicas,).
-        step: Steps ended, shape (replicas,).
+        step: Number of ended steps, shape (replicas,).
         batch_step: Step that each rank's current batch is for, shape (replicas, ranks).
         history_s: Recent compute times, a ring buffer, shape (replicas, ranks, HISTORY).
-        history_step: Their steps.
-        history_late: Whether they missed their step.
-        history_starved_s: Seconds of them without a processor.
-        history_input_s: Seconds of them waiting for data.
+        history_step: The steps of these times.
+        history_late: Whether each missed its step.
+        history_starved_s: Seconds of each without a processor.
+        history_input_s: Seconds of each spent waiting for data.
         reported: Number of reports per rank.
     """
 
@@ -54,7 +54,7 @@ class State(Replicas):
         count = self.reported.reshape(-1)
         slot = count[where] % HISTORY
         machines = self.machines
-        # As of a usual batch, which is what the coordinator makes of its reports.
+        # Scaled to a usual batch, as the coordinator scales its reports.
         share = machines.share_factor.reshape(-1)[where]
         time_s = (machines.finish_s.reshape(-1)[where] - machines.start_s.reshape(-1)[where]) / share
         self.history_s.reshape(-1, HISTORY)[where, slot] = time_s
@@ -66,7 +66,7 @@ class State(Replicas):
         count[where] += 1
 
     def begin(self, where: Ints, start_s: Array, step: Ints) -> None:
-        """Begin a batch for `step` on these ranks."""
+        """Start a batch for `step` on these ranks."""
         self.batch_step.reshape(-1)[where] = step
         self.machines.begin(where, start_s, step)
 

@@ -22,7 +22,7 @@ Rows = tuple[tuple[float, ...], ...]
 
 
 class ContentionError(ValueError):
-    """Invalid contention; the message says what was got and what was expected."""
+    """Invalid contention; the message says what was found and what was expected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +87,12 @@ def generate(
 
 
 def _factor(rng: np.random.Generator, kind: str) -> float:
-    """A log-normal slowdown: mostly 1.5 to 6, at times up to 20; of links mostly 10, at times 100."""
+    """Draw a log-normal slowdown: mostly 1.5 to 6, sometimes up to 20; of links mostly 10, sometimes 100."""
     return float(1.0 + rng.lognormal(2.2 if kind == "link" else 0.6, 0.7))
 
 
 def _spells(rng: np.random.Generator, rank: int, kind: str, step_s: float, horizon_s: float) -> list[Episode]:
-    """Alternate slow and normal periods of one rank; mean length log-uniform from ten steps to twice the job."""
+    """Draw alternating slow and normal periods of a rank; mean length log-uniform from ten steps to twice the job."""
     spells: list[Episode] = []
     now_s = float(rng.choice((0.0, rng.uniform(0.0, 0.5 * horizon_s))))
     length_s = math.exp(rng.uniform(math.log(10.0 * step_s), math.log(2.0 * horizon_s)))
@@ -107,7 +107,7 @@ def _spells(rng: np.random.Generator, rank: int, kind: str, step_s: float, horiz
 
 
 def _rotating(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -> tuple[Episode, ...]:
-    """One slow rank at a time, another one every few steps; STAR's logs show 3.4 steps."""
+    """Draw one slow rank at a time, another one every few steps; STAR's logs show 3.4 steps."""
     factor, turn_s = _factor(rng, "compute"), step_s * float(rng.uniform(3.0, 40.0))
     count = min(2000, int(1.5 * horizon_s / turn_s) + 1)
     ranks = rng.integers(0, n, size=count)
@@ -118,7 +118,7 @@ def _rotating(rng: np.random.Generator, n: int, step_s: float, horizon_s: float)
 
 
 def _bursts(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -> tuple[Episode, ...]:
-    """Short independent episodes on every rank, a few steps each."""
+    """Draw short independent episodes on every rank, a few steps each."""
     share, length_s = float(rng.uniform(0.02, 0.2)), step_s * float(rng.uniform(2.0, 15.0))
     each = min(200, max(1, int(1.5 * horizon_s * share / length_s)))
     episodes = []
@@ -135,7 +135,7 @@ def _bursts(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -
 
 
 def _frozen(rng: np.random.Generator, n: int, step_s: float, horizon_s: float) -> tuple[Episode, ...]:
-    """One or two ranks that freeze: `_REPEAT_SHARE` of them many times, the others one to three times."""
+    """Draw one or two ranks that freeze: `_REPEAT_SHARE` of them many times, the others one to three times."""
     episodes: list[Episode] = []
     for rank in rng.choice(n, size=min(n, int(rng.integers(1, 3))), replace=False):
         pause_s = max(1.0, step_s * float(rng.uniform(5.0, 60.0)))

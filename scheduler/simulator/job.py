@@ -43,7 +43,7 @@ _LOSS, _LOSS_NOISE = (0.2, 2.1, 3.0), 0.08
 """Loss from 2.3 (ten classes, untrained) to 0.3 at the target, with 8 % noise: measured on the digits task."""
 
 _UPDATES = 60.0
-"""A job stops short of its target after this many times the gradients that synchronous steps would take."""
+"""A job ends short of its target after this many times the gradients that synchronous steps would take."""
 
 
 class Policy(Protocol):
@@ -78,7 +78,7 @@ class Outcome:
     switches: tuple[tuple[float, str, str], ...] = ()
 
     def expected_s(self, again_s: float) -> float:
-        """Expected time to the target, where a job that misses it is repeated at a cost of `again_s`."""
+        """Expected time to the target if a job that misses it is repeated at a cost of `again_s`."""
         return self.time_s + (1.0 - self.reach) * again_s
 
 
@@ -175,7 +175,7 @@ class Job:
         return self.outcome(label)
 
     def advance(self, steps: int = 1) -> None:
-        """Advance by some updates, with the decisions due in them."""
+        """Advance by `steps` updates and make the decisions due in them."""
         for _ in range(steps):
             if self._pending is not None:
                 self._switch(self._pending)

@@ -57,7 +57,7 @@ class Machines(Replicas):
     Attributes:
         start_s: Start of every rank's current batch, shape (replicas, ranks).
         finish_s: Its end.
-        count: Batches begun.
+        count: Number of batches started.
 
     Raises:
         ValueError: No scenario, or different world sizes.
@@ -99,7 +99,7 @@ class Machines(Replicas):
         self.batch = np.array([scenario.batch for scenario in scenarios])
         self.fixed_part = np.array([scenario.fixed_part for scenario in scenarios])
         self.parts = np.array([scenario.microbatches for scenario in scenarios])
-        self.share_factor = np.ones(shape)  # Time of a rank's batch over that of a usual one, by its batch share.
+        self.share_factor = np.ones(shape)  # Time of a rank's batch relative to a usual one, by its batch share.
 
     def _tables(self, scenarios: Sequence[Scenario]) -> None:
         jitter, base = [], []
@@ -134,7 +134,7 @@ class Machines(Replicas):
     # ---- batches ----------------------------------------------------------------------------------------------------
 
     def begin(self, where: Ints, start_s: Array, step: Ints) -> None:
-        """Begin a batch on each of these ranks.
+        """Start a batch on each of these ranks.
 
         Args:
             where: Unique indices replica * n + rank, shape (k,).
@@ -217,7 +217,7 @@ class Machines(Replicas):
         self._change_s = end_s.min(axis=1)
 
     def thawed(self, now_s: Array) -> Array:
-        """First time from `now_s` on at which no rank is frozen: a collective needs every process."""
+        """First time, not before `now_s`, at which no rank is frozen: a collective needs every process."""
         for _ in range(64):
             self.advance_to(now_s)
             later = np.maximum(now_s, self.thaw_s.max(axis=1))
@@ -247,7 +247,7 @@ class Machines(Replicas):
         return total_s
 
     def helper_delay_s(self, missing: Flags) -> Array:
-        """Time a collective waits for helpers of missing, starved ranks: half a pause, times the share without CPU."""
+        """Time a collective waits for helpers of missing, starved ranks: half a pause times their share without CPU."""
         stopped = np.where(missing & np.isfinite(self.starved), 1.0 - 1.0 / self.starved, 0.0)
         delay_s: Array = 0.5 * self.pause_s * stopped.max(axis=1)
         return delay_s

@@ -29,9 +29,9 @@ class Reports:
     Attributes:
         steps: Global step of every row, ascending; with gaps, as servers make updates that no rank reports.
         own_steps: Most reports of one rank for the row's step; above 1 between two averagings of `local`.
-        compute_s: Shape (n_rows, n_ranks): mean of a rank's reports, its last value where it made none (it was late).
-        wait_s: Same shape; NaN where unknown, and for late gradients, which do not wait.
-        seconds: From the start of the first step to the end of the last one; NaN where unknown.
+        compute_s: Shape (n_rows, n_ranks): mean of a rank's reports, or its previous value if it made none (late).
+        wait_s: Same shape; NaN if unknown, and for late gradients, which do not wait.
+        seconds: From the start of the first step to the end of the last one; NaN if unknown.
     """
 
     steps: npt.NDArray[np.int64]

@@ -1,8 +1,8 @@
 """`sync` and `partial(m)`, many replicas at once, with the closing rule of the live job.
 
 The rule is `scheduler.rules.step_closing.ClosingRule` in arrays: a quorum, then a grace for ranks that work on this
-step, are not slow and should arrive in time. Events are simulated one by one from the quorum on only. A test drives
-both implementations with the same batches and compares every closing time.
+step, are not slow and should arrive in time. Single events are simulated only from the quorum on. A test drives both
+implementations with the same batches and compares every closing time.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from scheduler.simulator.machines import Array, Flags, Ints
 __all__ = ["Rounds"]
 
 _GRACE_FRACTION, _GRACE_MADS, _DEADLINE_S = 0.25, 4.0, 60.0  # Defaults of ClosingRule.
-_BATCH = 64  # Samples of a usual batch, where the scenario has none.
-_PARTS = 4  # Micro-batches of it, likewise.
-_RECENT, _OFFSETS = 5, 64  # As there.
+_BATCH = 64  # Samples of a usual batch if the scenario has none.
+_PARTS = 4  # Micro-batches of a usual batch if the scenario has none.
+_RECENT, _OFFSETS = 5, 64  # As in `ClosingRule`.
 
 
 class Rounds(StepMode):
@@ -38,7 +38,7 @@ class Rounds(StepMode):
 
     Attributes:
         closed_s: When the last step was closed, before its communication.
-        left_out: Ranks whose gradients the last step closed without.
+        left_out: Ranks whose gradients are not in the last step.
     """
 
     def __init__(self, state: State, plans: Sequence[Plan]) -> None:
@@ -53,21 +53,21 @@ class Rounds(StepMode):
         self.left_out = np.zeros(shape, dtype=np.bool_)
         self.late = np.full(shape, -1, dtype=np.int64)  # Staleness of a gradient to fold into this step.
         state.step = np.maximum(state.step, state.batch_step.max(axis=1))
-        self.solved = np.zeros(shape)  # Factors of the shares of `sync(balanced)`, 0 before they were solved for.
+        self.solved = np.zeros(shape)  # Factors of the shares of `sync(balanced)`, 0 before they are first solved for.
         self.set_plans(plans)
 
     def set_plans(self, plans: Sequence[Plan]) -> None:
-        """Continue under other plans of the same family; batches go on."""
+        """Continue under other plans of the same family; current batches continue."""
         self.quorum = np.array([plan.quorum for plan in plans])
         self.strict = self.quorum == self.state.machines.n
         self.balanced = np.array([plan.balanced for plan in plans])
         self.steals = np.array([plan.steal for plan in plans])
         fixed = [plan.batch_shares if not plan.balanced else () for plan in plans]
-        self._shared = True  # Factors are set once more, to 1 where these plans have no shares.
+        self._shared = True  # Factors are set once more, to 1 if these plans have no shares.
         self.shares = np.array([one or (0,) * self.state.machines.n for one in fixed], dtype=np.float64)
 
     def _share(self) -> None:
-        """Where a step ends: batch shares of the next ones, as the coordinator solves for them every few reports."""
+        """Set the batch shares after a step; `sync(balanced)` solves for them every few reports, as the coordinator."""
         machines, self._shared = self.state.machines, False
         machines.share_factor.fill(1.0)
         user = self.shares.any(axis=1)
@@ -119,7 +119,7 @@ class Rounds(StepMode):
         state.begin(where, end_s[row], state.step[row])
 
     def _taken_over(self, close_s: Array, arrived: Flags) -> Array:
-        """When steps end whose micro-batches ranks take over from each other; reports are of whole batches."""
+        """When steps end if ranks take over micro-batches from each other; reports are of whole batches."""
         machines = self.state.machines
         found_s = close_s.copy()
         for row in np.flatnonzero(self.steals & arrived.all(axis=1)).tolist():
@@ -143,7 +143,7 @@ class Rounds(StepMode):
     # ---- the closing rule -------------------------------------------------------------------------------------------
 
     def _close(self, fresh: Flags) -> tuple[Array, Flags]:
-        """When the step closes, and its ranks; ranks that end a late batch before that join it."""
+        """When the step closes, and its ranks. Ranks that end a late batch before it closes join it."""
         together = fresh.copy()
         arrive_s = np.where(fresh, self.state.machines.finish_s, math.inf)
         quorum_s = self._quorum(fresh, arrive_s)
@@ -179,7 +179,7 @@ class Rounds(StepMode):
         return close_s, arrived
 
     def _quorum(self, fresh: Flags, arrive_s: Array) -> Array:
-        """Time of the quorum. Ranks that end a late batch before that join, one after the other."""
+        """Time of the quorum. Ranks that end a late batch before it join the step, one after the other."""
         rows = np.arange(len(self.quorum))
         while True:
             ordered = np.sort(arrive_s, axis=1)
@@ -201,7 +201,7 @@ class Rounds(StepMode):
         return np.where(fresh, math.inf, ready_s)
 
     def _join(self, joins: Flags, behind_s: Array, fresh: Flags, arrive_s: Array) -> None:
-        """These ranks end a late batch and begin one for this step."""
+        """Let these ranks end a late batch and start one for this step."""
         where = np.flatnonzero(joins)
         if not len(where):
             return
@@ -234,7 +234,7 @@ class Rounds(StepMode):
         self.usual.reshape(-1)[where] = 0.5 * (ordered[index, (count - 1) // 2] + ordered[index, count // 2])
 
     def _typical_s(self) -> Array:
-        """Lower median over the ranks of their usual times, 0 where none is known."""
+        """Lower median over the ranks of their usual times, 0 if none is known."""
         known = np.isfinite(self.usual)
         count = known.sum(axis=1)
         ordered = np.sort(np.where(known, self.usual, math.inf), axis=1)
@@ -246,7 +246,7 @@ class Rounds(StepMode):
         return np.minimum(np.maximum(_GRACE_FRACTION * typical_s, offset_s), np.maximum(typical_s, 1e-3))
 
     def _offset_s(self) -> Array:
-        """median + 4 MAD of recent arrival offsets; 0 where there are none."""
+        """median + 4 MAD of recent arrival offsets; 0 if there are none."""
         count = np.minimum(self.offset_count, _OFFSETS)
         middle = np.where(count > 0, _median(self.offsets, count), 0.0)
         deviation = np.abs(self.offsets - middle[:, None])
@@ -261,7 +261,7 @@ class Rounds(StepMode):
             return worth
 
     def _note_offsets(self, arrived: Flags, arrive_s: Array) -> None:
-        """Add arrival offsets (behind the first) of ranks that are not slow; the last 64 are kept."""
+        """Add arrival offsets (after the first arrival) of ranks that are not slow; the last 64 are kept."""
         with np.errstate(invalid="ignore"):
             fast = arrived & ~(self.usual > THRESHOLD * self._typical_s()[:, None]) & ~self.strict[:, None]
         first_s = np.where(arrived, arrive_s, math.inf).min(axis=1)

@@ -31,12 +31,12 @@ class Network:
         compute_s: Usual compute time of a gradient.
         noise: Noise scale phi at the start, in gradients of one rank.
         noise_growth: phi grows to (1 + this) times its initial value at the target.
-        lr_ratio: rho, the learning rate over the best one for a synchronous step.
+        lr_ratio: rho, the learning rate relative to the best one for a synchronous step.
         price: c, the price of drift.
         target_steps: Synchronous steps to the target.
         drift_limit: Mean drift beyond which harm accumulates.
         early_part: Fraction of the way to the target in which drift counts in full; later it counts a tenth.
-        noise_limit: Noise of updates over that of synchronous steps beyond which the final accuracy is missed.
+        noise_limit: Noise of updates relative to synchronous steps beyond which the final accuracy is missed.
     """
 
     name: str = "network"
@@ -59,7 +59,7 @@ class Cluster:
 
     Attributes:
         world_size: Ranks.
-        relative_s: Usual compute time of every rank over the network's; () for all 1.
+        relative_s: Usual compute time of every rank relative to the network's; () for all 1.
         jitter: Standard deviation of the logarithm of a compute time.
         common_jitter: The same for the part that all ranks share in a step.
         link_bytes_per_s: Bandwidth of every rank's link; () for all 1.25e9 (10 Gb/s).
@@ -70,7 +70,7 @@ class Cluster:
         starved_pause_s: Longest time a starved process gets no processor (a cgroup period).
         switch_s: Time of a switch between modes of collectives (sync, partial, local, subgroup).
         handover_s: Time of a switch to or from servers, without the transfer of the state.
-        set_s: Time to make a process set.
+        set_s: Time to create a process set.
     """
 
     world_size: int
@@ -110,9 +110,9 @@ class Scenario:
             others takes row k for its k-th gradient. () for none.
         seed: Seed of jitter and of measurement noise.
         allowed: Modes the job can run.
-        batch: Samples of a rank's batch where `shard` forms the batches, so that `sync(balanced)` is possible; else 0.
-        fixed_part: Part of a rank's time that does not depend on its batch.
-        microbatches: Parts of a rank's batch where `shard` cuts it, so that `sync(steal)` is possible; else 0.
+        batch: Samples of a rank's batch if `shard` forms the batches, so that `sync(balanced)` is possible; else 0.
+        fixed_part: Fraction of a rank's time that does not depend on its batch size.
+        microbatches: Micro-batches of a rank's batch if `shard` cuts it, so that `sync(steal)` is possible; else 0.
     """
 
     cluster: Cluster

@@ -1,9 +1,9 @@
 """`ps` and `grouped`: arrivals at servers, in arrays for a fixed x, through the live `ServerRule` for all other rules.
 
 A push takes the latency plus its bytes over the rank's link; the servers have a limited total bandwidth, so that
-simultaneous pushes queue (incast). The reply takes as long as the push. Of pushes that begin within backward
-(`Plan.pushes_early`, in jobs with the usual settings) counts what is left of them behind it; behind compute
-(`Plan.transmission`) the same of the reply, beside a forward pass as long as the last one.
+simultaneous pushes queue (incast). The reply takes as long as the push. If pushes start within backward
+(`Plan.pushes_early`, in jobs with the usual settings), only the part not hidden by backward counts; behind compute
+(`Plan.transmission`) the same holds for the reply, beside a forward pass as long as the last one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Arrivals(Mode):
     """`ps(x)`, rule `x` or `backup`: any x arrivals make an update. Many replicas at once.
 
     Args:
-        state: The job. Batches begun before count as computed on the servers' initial parameters.
+        state: The job. Batches started before count as computed on the servers' initial parameters.
         plans: One plan per replica, without guard.
     """
 
@@ -66,7 +66,7 @@ class Arrivals(Mode):
         return other
 
     def _way_s(self, left_s: Callable[[Array, Array], Array]) -> Array:
-        """Exposed time of a push or of its reply, of which `left_s` is left behind compute."""
+        """Exposed time of a push or its reply; `left_s` computes the part not hidden behind compute."""
         machines, behind = self.state.machines, self.early if left_s is push_left_s else self.behind
         way_s = machines.bytes[:, None] / machines.rate
         if behind.any():
@@ -97,12 +97,12 @@ class Arrivals(Mode):
         self._push(where)
 
     def _push(self, where: Ints) -> None:
-        """When the pushes of the batches that these ranks have begun arrive."""
+        """Compute when the pushes of the current batches of these ranks arrive."""
         ended_s, way_s = self.state.machines.finish_s.reshape(-1), self._way_s(push_left_s).reshape(-1)
         self.arrive_s.reshape(-1)[where] = ended_s[where] + way_s[where]
 
     def _drop_stale(self) -> None:
-        """Rule `backup`: drop gradients of older parameters on arrival; their ranks begin a new batch."""
+        """Rule `backup`: drop gradients of older parameters on arrival; their ranks start a new batch."""
         if not self.backup.any():
             return
         state, machines = self.state, self.state.machines

@@ -24,7 +24,7 @@ from scheduler.transmission.behind_compute import EDGE, push_left_s, reply_left_
 __all__ = ["Stream", "streams"]
 
 _MANY = 64
-"""Ranks per gradient of an update from which batches of arrivals are long enough to save time."""
+"""Least ratio of ranks to gradients of an update at which batches of arrivals are long enough to save time."""
 
 
 def streams(plan: Plan) -> bool:
@@ -69,13 +69,13 @@ class Stream(Mode):
         return np.asarray(machines.latency_s[0] + left_s)
 
     def _reply_s(self) -> Array:
-        """The same of the replies, beside forward passes as long as the last ones."""
+        """Exposed time of the replies, beside forward passes as long as the last ones."""
         machines, wire_s = self.state.machines, self._wire_s()
         left_s = reply_left_s(wire_s, machines.duration_s[0]) if self.behind else wire_s
         return np.asarray(machines.latency_s[0] + left_s)
 
     def _least_ways_s(self) -> float:
-        """Least time of a reply and the next push besides computing."""
+        """Least time of a reply and the next push, without compute."""
         parts = (EDGE if self.behind else 1.0) + (EDGE if self.early else 1.0)
         return 2.0 * float(self.state.machines.latency_s[0]) + parts * float(self._wire_s().min())
 

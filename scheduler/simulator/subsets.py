@@ -20,7 +20,7 @@ __all__ = ["Local", "Subgroup"]
 class Subgroup(StepMode):
     """The members all-reduce; every other rank (child) pushes gradients to a parent and fetches parameters from it.
 
-    A child's gradient is in the first step that its parent closes after the arrival; the child begins its next batch
+    A child's gradient is in the first step that its parent closes after the arrival; the child starts its next batch
     when it has received the parameters of that step. No step waits for a child's gradient, but Horovod's negotiation
     needs every process: a frozen child blocks all, a starved one delays all by half a pause.
 
@@ -51,7 +51,7 @@ class Subgroup(StepMode):
         self._begin_next(came, end_s)
 
     def _catch_up(self, behind: Flags) -> None:
-        """Members with a batch of an older step (after a switch) discard it and begin one for this step."""
+        """Let members with a batch of an older step (after a switch) discard it and start one for this step."""
         state, machines = self.state, self.state.machines
         where = np.flatnonzero(behind)
         row = where // machines.n
@@ -106,7 +106,7 @@ class Local(Mode):
         close_s = end_s.max(axis=1)
         machines.advance_to(close_s)
         end = machines.thawed(close_s)
-        # Behind compute an averaging goes on beside the next steps, taken as long as these.
+        # Behind compute an averaging overlaps with the next steps, which are assumed to take as long as these.
         averaging_s, walk_s = machines.averaging_s(), close_s - begin_s
         end = end + np.where(self.behind, averaging_left_s(averaging_s, walk_s), averaging_s)
         late = np.where(self.behind, steps_behind(averaging_s, walk_s, done.mean(axis=1)), 0.0)
@@ -118,7 +118,7 @@ class Local(Mode):
     def _account(self, done: Array, end_s: Array, late: Array) -> None:
         """Add the average of n walks of `done` steps as that many steps of n gradients with the walks' drift.
 
-        The mean is taken over `late` steps after the end.
+        The mean is applied `late` steps after the end of the walks.
         """
         account, count = self.state.account, done.mean(axis=1)
         drift = np.asarray(local_drift(count + late, account.world))

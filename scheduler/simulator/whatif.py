@@ -5,8 +5,8 @@ slowest rank waits for no other). Each logged step is weighted by the progress t
 the mode in force, because updates of relaxed modes make less progress than steps of `sync`. All times are for the
 progress of the whole run.
 
-`slowdown` is S of ByteDance's what-if analysis: the time of the run over that with every rank at its step's median.
-`gain` sets one rank to the median of the others and leaves the rest unchanged.
+`slowdown` is S of ByteDance's what-if analysis: the time of the run relative to the same run with every rank at its
+step's median. `gain` sets one rank to the median of the others and leaves the rest unchanged.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["InForce", "ModeCost", "RankGain", "WhatIf", "what_if"]
 Array = npt.NDArray[np.float64]
 
 _MODES = ("sync", "partial", "ps", "asgd", "ps(dynamic)", "grouped(2)", "local(4)")
-_BEHIND_COMPUTE = ("ps(background)", "local(4,background)")  # Added where transfers can be priced.
+_BEHIND_COMPUTE = ("ps(background)", "local(4,background)")  # Added if transfers can be priced.
 _CHUNK = 32
 """Steps replayed together: more than a rotating straggler stays on a rank, fewer than a phase of training."""
 
@@ -63,11 +63,11 @@ class ModeCost:
 
     Attributes:
         label: The mode.
-        relative: Time to the same progress over that of `sync`.
+        relative: Time to the same progress relative to `sync`.
         low: 5 % quantile, from the cost model's errors (`scheduler.cost.intervals`).
         high: 95 % quantile.
         time_s: Seconds for the progress of the logged steps.
-        share: Share of the logged steps, 0 to 1, made in this mode; NaN where unknown.
+        share: Share of the logged steps, 0 to 1, made in this mode; NaN if unknown.
     """
 
     label: str
@@ -102,9 +102,9 @@ class WhatIf:
         sync_steps: Steps of `sync` with the same progress.
         world_size: Ranks.
         sync_s: Time of the same progress in `sync`.
-        replayed_s: Replayed time of the logged steps under the plans in force, NaN where those are unknown; compare it
+        replayed_s: Replayed time of the logged steps under the plans in force, NaN if those are unknown; compare it
             with the measured time to judge the other predictions.
-        slowdown: Time of `sync` over that with every rank at its step's median.
+        slowdown: Time of `sync` relative to the same run with every rank at its step's median.
         ranks: All ranks, in order.
         modes: All modes, the fastest first.
     """
@@ -143,12 +143,12 @@ def what_if(
 
     Args:
         compute_s: Compute times, shape (n_steps, n_ranks).
-        wait_s: Waits, same shape, NaN where unknown; the shortest of a step is its communication.
+        wait_s: Waits, same shape, NaN if unknown; the shortest of a step is its communication.
         comm_bytes: Gradient bytes; 0 to take communication from the waits alone.
-        link_bytes_per_s: Bandwidth of every rank, where known.
-        noise: Noise scale phi in gradients of one rank, NaN where unknown.
-        modes: Names of modes, as users give them, a few usual ones if empty, with variants behind compute where links
-            are known; those in force and subgroups of the fast ranks are added.
+        link_bytes_per_s: Bandwidth of every rank, if known.
+        noise: Noise scale phi in gradients of one rank, NaN if unknown.
+        modes: Names of modes, as users give them; if empty a few usual ones, with variants behind compute if links are
+            known. The modes in force and subgroups of the fast ranks are added.
         in_force: The plans that were active; without it, all steps count as steps of `sync`.
 
     Raises:
@@ -189,10 +189,10 @@ def what_if(
 
 
 def _comm_s(wait_s: Array | None, in_sync: npt.NDArray[np.bool_]) -> float:
-    """Communication time of a step: the shortest wait, 0 where none is known.
+    """Communication time of a step: the shortest wait, 0 if none is known.
 
-    Steps of `sync` are preferred: under servers and `local` ranks wait for something else. Few steps are the first of
-    the run, which the start of servers may slow down: then the lower quartile is taken instead of the median.
+    Steps of `sync` are preferred: under servers and `local` ranks wait for something else. If there are few, they are
+    the first of the run, which starting servers may slow down: then the lower quartile is used instead of the median.
     """
     if wait_s is None:
         return 0.0

@@ -1,1 +1,1 @@
-"""What gradients travel as, in which order and how fast, decided from measured transfers."""
+"""The form, order and pace of gradient transfers, decided from measured transfers."""

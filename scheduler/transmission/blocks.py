@@ -1,4 +1,4 @@
-"""Step times in blocks: what a way to communicate costs, where ways take turns."""
+"""Step times in blocks: the cost of each way to communicate when several are tried in turn."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import statistics
 
 __all__ = ["Blocks"]
 
-_SKIPPED_STEPS = 3  # Of a block: its first steps overlap with the last ones of the block before.
+_SKIPPED_STEPS = 3  # First steps of a block that are ignored: they overlap with the previous block.
 
 
 class Blocks:
-    """Blocks of steps, one after the other.
+    """Consecutive blocks of steps.
 
     Args:
         warm: Steps before the first block.
-        steps: Of a block, more than three.
+        steps: Steps of a block, more than three.
     """
 
     def __init__(self, warm: int, steps: int) -> None:
@@ -22,7 +22,7 @@ class Blocks:
         self._times_s: list[float] = []
 
     def note(self, step_s: float) -> float | None:
-        """One more step took this long. The typical step of the block that ends with it, None where none does."""
+        """Record the time of a step. Return the block's median step time if the step ends a block, else None."""
         if self._warm:
             self._warm -= 1
             return None

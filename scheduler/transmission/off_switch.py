@@ -1,6 +1,6 @@
-"""Whether a way to communicate pays, found out by trying: blocks of steps without and with it, in turns.
+"""Trials of a way to communicate: alternating blocks of steps without and with it show whether it pays.
 
-All ranks note the same step times (they travel with the gradients) and so decide alike after the same step.
+All ranks record the same step times (they travel with the gradients), so all decide alike after the same step.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ def lower_bound(gains: Sequence[float]) -> float:
 
 
 class OffSwitch:
-    """Tries, then keeps what is tried or not, for good.
+    """Tries an option, then keeps it on or off permanently.
 
-    Kept only where the lower 90 % bound of the gain is above 0 and its median above 3 %; given up where its upper 90 %
-    bound is below 3 %, or after 8 pairs of blocks.
+    It is kept only if the lower 90 % bound of the gain is above 0 and its median above 3 %, and given up if the upper
+    90 % bound is below 3 %, or after 8 pairs of blocks.
 
     Attributes:
-        on: Whether the next step uses what is tried.
+        on: Whether the next step uses the option.
         decided: Whether the trial is over.
-        gains: Of every pair of blocks, the part of the step time that was saved.
+        gains: Fraction of the step time saved, for every pair of blocks.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class OffSwitch:
         self._without_s = 0.0
 
     def note(self, step_s: float) -> bool:
-        """One more step took this long. Whether the trial has ended with it."""
+        """Record the time of a step. Return whether the trial ends with it."""
         if self.decided:
             return False
         typical_s = self._steps.note(step_s)
@@ -70,7 +70,7 @@ class OffSwitch:
             self.decided = True
 
     def describe(self, name: str) -> str:
-        """What came of the trial, as a sentence."""
+        """The result of the trial, as a sentence."""
         if not self.decided:
             return f"{name} is being tried: {len(self.gains)} pairs of blocks of {_BLOCK_STEPS} steps so far"
         median = statistics.median(self.gains)

@@ -1,6 +1,6 @@
-"""In which form one rank sends its late gradients to another: chosen by how long pushes took, tried in turn.
+"""The form in which a rank sends late gradients to another: chosen from the times of pushes, both forms tried in turn.
 
-A push's time has encoding, transfer and decoding in it. The smaller form is taken only where it saves 3 % of that time.
+The time of a push includes encoding, transfer and decoding. The smaller form is used only if it saves 3 % of that time.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 __all__ = ["PushChoice"]
 
 _LEAST_GAIN = 0.03
-_CLEAR = 1.5  # Times that differ by such a factor need not be measured again.
-_PAIRS = 3  # Pushes of each form in a trial where they do not.
-_FIRST_REST, _LONGEST_REST = 64, 4096  # Pushes until the next trial; doubled where it changes nothing.
+_CLEAR = 1.5  # If the times differ by this factor, one push of each form is enough.
+_PAIRS = 3  # Pushes of each form in a trial if they do not.
+_FIRST_REST, _LONGEST_REST = 64, 4096  # Pushes until the next trial; doubled if a trial changes nothing.
 
 
 @dataclass(slots=True)
 class PushChoice:
-    """The form that a rank's next push is to have.
+    """The form of a rank's next push.
 
     Attributes:
         small: Whether it is the smaller, lossy one.
-        reason: The last decision with its figures, empty before the first.
+        reason: The last decision with its measurements, empty before the first.
     """
 
     small: bool = False
@@ -36,11 +36,11 @@ class PushChoice:
     _small_s: list[float] = field(default_factory=list)
 
     def observe(self, small: bool, time_s: float) -> bool:
-        """A push has ended.
+        """Record the end of a push.
 
         Args:
-            small: The form that it had: not the one wanted where its values allowed none.
-            time_s: What it took.
+            small: The form it had, which differs from the wanted one if its values did not allow that.
+            time_s: Its duration.
 
         Returns:
             Whether a decision was made.

@@ -1,8 +1,8 @@
-"""How many buckets are reduced at once, found out in the warm-up: six blocks of ten steps.
+"""How many buckets are reduced at once, measured during warm-up: six blocks of ten steps.
 
-Every reduction costs a negotiation and a filling of the ring, whatever its size, and large ones are waited for as a
-whole. Where the one ends and the other begins depends on network, ranks and model. All ranks note the same step times
-(they travel with the gradients) and so decide alike after the same step.
+Every reduction costs a negotiation and a filling of the ring, whatever its size, and a large one is waited for as a
+whole. The best size depends on network, ranks and model. All ranks record the same step times (they travel with the
+gradients), so all decide alike after the same step.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from scheduler.transmission.blocks import Blocks
 __all__ = ["SizeSearch"]
 
 _CHOICES = (1, 2, 4)
-_BLOCKS = 2  # Of each choice, in turns.
+_BLOCKS = 2  # Blocks of each choice, in turn.
 _BLOCK_STEPS = 10
 _WARM_STEPS = 4
 _LEAST_GAIN = 0.03
 
 
 class SizeSearch:
-    """Tries, then keeps one for good: one at a time unless several at once take at least 3 % off a step.
+    """Tries each choice, then keeps one: one bucket at a time unless several at once save at least 3 % of a step.
 
     Args:
-        buckets: How many there are.
+        buckets: Number of buckets.
 
     Attributes:
         together: Buckets that the next step reduces at once.
@@ -39,7 +39,7 @@ class SizeSearch:
         self._steps = Blocks(_WARM_STEPS, _BLOCK_STEPS)
 
     def note(self, step_s: float) -> bool:
-        """One more step took this long. Whether the search has ended with it."""
+        """Record the time of a step. Return whether the search ends with it."""
         if self.decided:
             return False
         typical_s = self._steps.note(step_s)
@@ -51,13 +51,13 @@ class SizeSearch:
         return self.decided
 
     def _best(self) -> int:
-        # The better block of each: a disturbance makes steps longer, nothing makes them shorter.
+        # The better block of each choice: a disturbance makes steps longer, nothing makes them shorter.
         least_s = {choice: min(times) for choice, times in self.times_s.items()}
         best = min(least_s, key=lambda choice: least_s[choice])
         return best if least_s[best] < (1.0 - _LEAST_GAIN) * least_s[_CHOICES[0]] else _CHOICES[0]
 
     def describe(self) -> str:
-        """What came of the search, as a sentence; empty before."""
+        """The result of the search, as a sentence; empty before."""
         if not self.decided or len(self.times_s) == 1:
             return ""
         times = ", ".join(f"{1e3 * min(times):.1f} ms with {choice}" for choice, times in self.times_s.items())

@@ -1,8 +1,8 @@
-"""In which form gradients are reduced: chosen by what steps took with each form, tried in alternating blocks.
+"""The form in which gradients are reduced: chosen by the step times with each form, tried in alternating blocks.
 
-Encoding, decoding, the smaller transfer and what of it is hidden behind computation are all in the time of a whole
-step, so that is what is compared. A form that loses more is taken only where it saves 3 % of the step over one that
-loses less. Nothing is tried where the training thread hardly waits for reductions, and later trials cost at most 1 %.
+The time of a whole step includes encoding, decoding and the smaller transfer, less what computation hides, so steps are
+compared. A form that loses more precision is used only if it saves 3 % of the step compared with one that loses less.
+Nothing is tried if the training thread hardly waits for reductions, and later trials cost at most 1 %.
 """
 
 from __future__ import annotations
@@ -15,49 +15,49 @@ __all__ = ["FORMS", "HALF", "LOW_RANK", "NONE", "WireChoice"]
 
 NONE, HALF, LOW_RANK = 0, 1, 2
 FORMS = ("none", "fp16", "low rank")
-"""In the order of what they lose."""
+"""In ascending order of lost precision."""
 
-_LEAST_EXPOSED = 0.05  # Part of a step that is waited for; below it a form cannot save the 3 % and its own work.
+_LEAST_EXPOSED = 0.05  # Fraction of a step spent waiting; below it a form cannot save 3 % and its own cost.
 _LEAST_GAIN = 0.03
-_Z = 1.645  # 90 % of a normal distribution are within so many standard errors.
-_SKIPPED = 2  # First steps with a form: allocations, Horovod's negotiation of new names.
+_Z = 1.645  # 90 % of a normal distribution lie within this many standard errors.
+_SKIPPED = 2  # First steps with a form that are ignored: allocations, Horovod's negotiation of new names.
 _BLOCK = 6
 _CYCLES = 3  # Blocks of each form in a trial that stays undecided.
-_FIRST_REST, _LONGEST_REST = 512, 16_384  # Steps until the next look; doubled where it changes nothing.
-_MOST_COST = 0.01  # Of a trial, in steps with the chosen form.
+_FIRST_REST, _LONGEST_REST = 512, 16_384  # Steps until the next trial; doubled if a trial changes nothing.
+_MOST_COST = 0.01  # Cost of a trial as a fraction of the steps until the next one.
 
 
 @dataclass(slots=True)
 class WireChoice:
-    """The form that one rank asks for; the rank that leads the members writes it into the header of every step.
+    """The form that one rank asks for; the members' leading rank writes it into the header of every step.
 
     Attributes:
         wanted: The form to ask for.
-        reason: The last decision with its figures, empty before the first.
+        reason: The last decision with its measurements, empty before the first.
     """
 
     wanted: int = NONE
     reason: str = ""
     _chosen: int = NONE
-    _trial: bool = True  # The first block, without compression, is also the look at what is exposed.
+    _trial: bool = True  # The first block, without compression, also measures the exposed part.
     _cycle: int = 0
-    _steps: int = 0  # With the form that is wanted.
+    _steps: int = 0  # Steps with the wanted form.
     _rest: int = _FIRST_REST
     _took_s: dict[int, list[float]] = field(default_factory=lambda: {form: [] for form in range(len(FORMS))})
     _exposed: list[float] = field(default_factory=list)
 
     def observe(self, form: int, step_s: float, exposed_s: float) -> bool:
-        """A step has ended.
+        """Record the end of a step.
 
         Args:
-            form: The form that its gradients had.
-            step_s: Time since the step before.
-            exposed_s: Part of it in which the training thread waited for the reduction.
+            form: The form of its gradients.
+            step_s: Time since the previous step.
+            exposed_s: Part of that time in which the training thread waited for the reduction.
 
         Returns:
             Whether a decision was made.
         """
-        if form != self.wanted:  # Asked for and not in force yet.
+        if form != self.wanted:  # Requested, but not active yet.
             return False
         self._steps += 1
         if not self._trial:
@@ -74,7 +74,7 @@ class WireChoice:
         return self._end_block()
 
     def restart(self) -> None:
-        """Others reduce together from here on: what was measured says nothing about them."""
+        """Start over with other ranks that reduce together: earlier measurements do not apply to them."""
         self.wanted = self._chosen = NONE
         self._rest = _FIRST_REST
         self._begin_trial()
@@ -108,7 +108,7 @@ class WireChoice:
         return best
 
     def _hopeless(self) -> bool:
-        """Whether no form can be expected to save enough, however long it is tried."""
+        """Whether no form can be expected to save enough, however long the trial."""
         base = self._took_s[NONE]
         gains = [gain(base, self._took_s[form]) for form in (HALF, LOW_RANK)]
         return all(saved + _Z * error < _LEAST_GAIN for saved, error in gains)
@@ -128,7 +128,7 @@ class WireChoice:
 
 
 def gain(base_s: Sequence[float], other_s: Sequence[float]) -> tuple[float, float]:
-    """Part of the base's median that the other saves, and its standard error (medians, MAD)."""
+    """Fraction of the base's median that the other saves, and its standard error (medians, MAD)."""
     base, other = statistics.median(base_s), statistics.median(other_s)
     if base <= 0:
         return 0.0, 0.0

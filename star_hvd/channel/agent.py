@@ -25,7 +25,7 @@ __all__ = ["Agent"]
 
 logger = logging.getLogger("star_hvd")
 
-_BATCH_S = 0.1  # Longest time that a message which is not urgent waits for others.
+_BATCH_S = 0.1  # Longest time that a non-urgent message waits for others.
 _DRAIN_S = 2.0  # Longest wait at the end for the coordinator to acknowledge the last messages.
 
 
@@ -66,8 +66,8 @@ class Agent:
 
         Args:
             message: The message.
-            urgent: Whether to send it at once, rather than with the next urgent one or after `_BATCH_S`: waking this
-                thread in every step costs the training thread the interpreter lock, and the host a core.
+            urgent: Whether to send it at once, rather than with the next urgent one or after `_BATCH_S`. Waking this
+                thread in every step would take the interpreter lock from the training thread, and a core of the host.
         """
         self._outbox.put(message)
         if urgent:
@@ -93,7 +93,7 @@ class Agent:
                 if stopping:
                     if time.monotonic() - self.last_heard_s < _DRAIN_S + 2.0 * self._heartbeat_s:
                         dealer.drain(_DRAIN_S)
-                        linger_ms = 100  # What is left is a goodbye, perhaps to a coordinator that has gone.
+                        linger_ms = 100  # Only a BYE is left, perhaps to a coordinator that has gone.
                     return
                 now_s = time.monotonic()
                 if now_s >= next_beat_s:
@@ -109,7 +109,7 @@ class Agent:
                     self._receive(dealer)
         except (zmq.ZMQError, ChannelError):
             if not self._stop.is_set():
-                raise  # Without this channel the rank cannot go on; `supervised` reports it.
+                raise  # Without this channel the rank cannot continue; `supervised` reports it.
         finally:
             dealer.close(linger_ms=linger_ms)
 
@@ -120,7 +120,7 @@ class Agent:
             except queue.Empty:
                 return
             if dealer.stream.ended:
-                continue  # The coordinator has ended; training goes on without it.
+                continue  # The coordinator has ended; training continues without it.
             dealer.send([encode(message)])
             if isinstance(message, Finished):
                 logger.debug("rank %d: finished", self.rank)

@@ -1,7 +1,7 @@
-"""Which ranks have left the job for good: their process has ended, or works in another world (elastic).
+"""Finds ranks that have left the job for good: their process has ended, or works in another world (elastic).
 
-A silent rank may be frozen, or cut off, and come back; its kernel still accepts connections, or nothing answers at all.
-Where the kernel refuses a connection to the rank's tensor socket, no process has that socket open any more.
+A silent rank may be frozen or cut off, and come back: then its kernel still accepts connections, or nothing answers at
+all. If the kernel refuses a connection to the rank's tensor socket, no process has that socket open any more.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from star_hvd.errors import RankLostError
 __all__ = ["Departures"]
 
 _CONNECT_S = 0.5
-_FIRST_S, _LAST_S = 0.5, 30.0  # Between two looks at a rank: the queue of connections of a frozen one is finite.
+_FIRST_S, _LAST_S = 0.5, 30.0  # First and longest interval of probes: a frozen rank's connection queue is finite.
 
 
 class Departures:
-    """See the module's text.
+    """Probes silent ranks; see the module docstring.
 
     Args:
         peers: All ranks, in order.
@@ -30,17 +30,17 @@ class Departures:
     def __init__(self, peers: Sequence[Peer]) -> None:
         self._peers = peers
         self._silent: frozenset[int] = frozenset()
-        self._looks: dict[int, tuple[float, float]] = {}  # When to look at a rank again, and the pause after that.
+        self._looks: dict[int, tuple[float, float]] = {}  # Time of a rank's next probe, and the interval after it.
 
     def note(self, rank: int, present: bool) -> None:
-        """The coordinator hears a rank again, or has not heard it for some time; in the agent's thread."""
+        """Note that the coordinator hears a rank again, or has not for some time; called in the agent's thread."""
         self._silent = self._silent - {rank} if present else self._silent | {rank}
 
     def check(self, also: Sequence[int] = ()) -> None:
-        """To be called now and then while other ranks are waited for.
+        """Probe silent ranks whose probe is due; call repeatedly while waiting for other ranks.
 
         Args:
-            also: Ranks that this one has not heard itself.
+            also: Ranks that are silent towards this rank.
 
         Raises:
             RankLostError: A silent rank has left.

@@ -1,10 +1,10 @@
 """Limits the number, memory and lifetime of connections that have not authenticated.
 
-ZeroMQ accepts every connection, allocates memory for a message before the handshake is complete, and does not limit
-their number. A socket's monitor gives the descriptor of every accepted connection; here those with an incomplete
-handshake are kept in a list, and the least likely ones are shut down where there are too many or the handshake takes
-too long. A rank of the job that is shut down by mistake reconnects. How many come per second is limited by the kernel
-(`gate`).
+ZeroMQ accepts every connection, allocates memory for a message before the handshake is complete, and does not limit the
+number of connections. A socket's monitor reports the descriptor of every accepted connection. This module lists those
+whose handshake is incomplete, and shuts connections down if a handshake takes too long, or if there are too many: then
+the least likely ones to be of the job. A rank of the job that is shut down by mistake reconnects. The kernel limits how
+many arrive per second (`gate`).
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ __all__ = ["CONTROL_BYTES", "DATA_BYTES", "HANDSHAKE_S", "MAX_PENDING", "SLACK_B
 logger = logging.getLogger("star_hvd")
 
 HANDSHAKE_S = 5.0
-"""A handshake takes four messages, milliseconds; a busy interpreter may delay the authenticator's answer."""
+"""A handshake takes four messages, in milliseconds; a busy interpreter may delay the authenticator's answer."""
 
 MAX_PENDING = 16
-"""Incomplete handshakes per socket, more in jobs with more ranks. Each can hold a message of the largest size."""
+"""Incomplete handshakes per socket; more in jobs with more ranks. Each can hold a message of the largest size."""
 
 SLACK_BYTES = 64 * 1024  # For a message's header and encryption.
 CONTROL_BYTES = (1 << 20) + SLACK_BYTES
 DATA_BYTES = (1 << 22) + SLACK_BYTES
-"""The largest `Config.chunk_bytes`. A rank's own socket accepts messages of its own `chunk_bytes` only."""
+"""Allows the largest `Config.chunk_bytes`. A rank's own socket accepts only messages of up to its own `chunk_bytes`."""
 
 _POLL_MS = 250
-_SOON_MS, _LOOK_S = 20, 1.0  # After a handshake, until its connection is found in the list.
+_SOON_MS, _LOOK_S = 20, 1.0  # Interval and duration of checks for the connection that has completed a handshake.
 _PAUSE_S = 0.1
 _BATCH = 256
-_TRIM_S, _TRIM_BYTES = 2.0, 1 << 20  # Giving memory back takes up to tens of milliseconds, under the allocator's lock.
+_TRIM_S, _TRIM_BYTES = 2.0, 1 << 20  # Returning memory takes up to tens of milliseconds, under the allocator's lock.
 _NEW_S = 0.1
-_BURST = 2  # Times what may be pending: connections that may come at once where none came before.
+_BURST = 2  # Connections that may come at once after a quiet time, as a multiple of those that may be pending.
 _UNLIMITED: tuple[float, frozenset[str]] = (1.0, frozenset())
 _EVENT = struct.Struct("=Hi")  # A monitor's event: its number, and the descriptor or another value.
 _WARN_AT = 20  # Rejected connections; a few may be a port scan, or a rank that was slow once.
 
-# In `struct tcp_info` of Linux: bytes the other side has acknowledged, and bytes received, which follow.
+# In `struct tcp_info` of Linux: bytes that the other side has acknowledged, followed by bytes received.
 _TCP_INFO_BYTES, _BYTES_ACKED = 136, 120
 _WELCOMED_BYTES, _ADMITTED_BYTES = 234, 240
-"""Bytes that a peer has acknowledged after WELCOME and after READY. The server's greeting has 64 bytes, its WELCOME,
-for which the peer has to know the server's public key, 170, and the READY after an accepted key at least 54."""
+"""Bytes that a peer has acknowledged after WELCOME and after READY. The server's greeting has 64 bytes, its WELCOME 170
+(a peer gets it only if it knows the server's public key), and its READY after an accepted key at least 54."""
 
 
 def set_limits(sock: zmq.Socket[Any], max_bytes: int) -> None:
@@ -74,9 +74,9 @@ def set_limits(sock: zmq.Socket[Any], max_bytes: int) -> None:
 
 
 class DoorWatch:
-    """Watches sockets with a thread for each, and counts accepted and authenticated connections.
+    """Watches sockets, with one thread each, and counts accepted and authenticated connections.
 
-    ZeroMQ's authenticator cannot do it: it sees no connection that sends no key.
+    ZeroMQ's authenticator cannot do that: it never sees a connection that sends no key.
 
     Args:
         max_pending: Incomplete handshakes allowed per socket; `expect` raises it.
@@ -100,7 +100,7 @@ class DoorWatch:
 
     @property
     def denied(self) -> int:
-        """Connections that ended without authentication; one in its handshake may be counted early."""
+        """Connections that ended without authentication; one still in its handshake may be counted early."""
         return sum(door.denied for door in self._doors)
 
     @property
@@ -115,7 +115,7 @@ class DoorWatch:
             door.max_pending = self._max_pending
 
     def know(self, addresses: Iterable[str]) -> None:
-        """Connections from these IPv4 addresses, the job's own, are always let in."""
+        """Always let connections from these IPv4 addresses, the job's own, in."""
         self._known = frozenset(addresses)
         for door in self._doors:
             door.known = self._known
@@ -143,7 +143,7 @@ class DoorWatch:
                 door.limit(time.monotonic())
                 door.trim(time.monotonic())
                 self._warn()
-                if door.limited:  # Events are handled together: each time this thread wakes, it takes the interpreter.
+                if door.limited:  # Handle events in batches: every wake-up of this thread takes the interpreter lock.
                     self._stop.wait(_PAUSE_S)
             door.monitor.close(linger=0)
 
@@ -166,7 +166,7 @@ class DoorWatch:
 
 
 class _Door:
-    """The connections of one socket; all but the counts is used by its thread alone."""
+    """The connections of one socket; only the counts are read by other threads."""
 
     def __init__(self, monitor: zmq.Socket[Any], max_pending: int, handshake_s: float) -> None:
         self.monitor = monitor
@@ -178,7 +178,7 @@ class _Door:
         self._port, self._listener = -1, -1
         self._untrimmed_bytes, self._trim_at_s = 0, 0.0
         self._share = Share(time.monotonic())
-        self._limit, self._limited = _UNLIMITED, False  # Now, and whether it ever was: connections keep their filter.
+        self._limit, self._limited = _UNLIMITED, False  # Now; whether ever limited: connections keep filters.
         self._look_until_s = 0.0
         self._pending: dict[int, float] = {}  # Descriptor of a connection to when it was accepted.
 
@@ -192,7 +192,7 @@ class _Door:
         return self._limit != _UNLIMITED
 
     def take_events(self) -> bool:
-        """Wait for monitor events and handle them; False when the socket is closed."""
+        """Wait for monitor events and handle them. Return False once the socket is closed."""
         if not self.monitor.poll(_SOON_MS if time.monotonic() < self._look_until_s else _POLL_MS):
             return True
         now_s = time.monotonic()
@@ -220,7 +220,7 @@ class _Door:
         return True
 
     def sweep(self, now_s: float) -> None:
-        """Shut down handshakes that take too long, and the least likely ones where there are too many."""
+        """Shut down handshakes that take too long and, if there are too many, the ones least likely to be the job's."""
         overdue = {d for d, since_s in self._pending.items() if now_s - since_s > self._handshake_s}
         if not overdue and len(self._pending) <= self.max_pending and now_s >= self._look_until_s:
             return
@@ -236,7 +236,7 @@ class _Door:
                 self._lift(descriptor)
 
     def _unlikely(self, waiting: list[int], progress: dict[int, int], now_s: float) -> list[int]:
-        """Incomplete handshakes in the order in which they are shut down.
+        """Return the incomplete handshakes in the order in which they are shut down.
 
         Those that had time and made little progress come first. A rank is past WELCOME within milliseconds. Connections
         that stop there keep at most half of the places, so that they cannot keep new ones out.
@@ -255,17 +255,17 @@ class _Door:
         return sorted(waiting, key=order)
 
     def limit(self, now_s: float) -> None:
-        """Take no more connections per second than `gate` allows."""
+        """Accept no more connections per second than `gate` allows."""
         self._share.turn(now_s, _BURST * self.max_pending)
         wanted = (self._share.value, self.known) if self._share.value < 1.0 else _UNLIMITED
         if wanted != self._limit:
             self._limit, self._limited = wanted, True
-            with contextlib.suppress(OSError), _lent(self._listener) as listener:  # Closed, or no system for it.
+            with contextlib.suppress(OSError), _lent(self._listener) as listener:  # Closed, or unsupported here.
                 if listener.getsockname()[1:] == (self._port,):
                     limit(listener, *wanted)
 
     def trim(self, now_s: float) -> None:
-        """Return the memory of unauthenticated messages to the system, which the C library would keep."""
+        """Return the memory of unauthenticated messages, which the C library would keep, to the system."""
         if self._untrimmed_bytes >= _TRIM_BYTES and now_s >= self._trim_at_s:
             self._untrimmed_bytes, self._trim_at_s = 0, now_s + _TRIM_S
             with contextlib.suppress(AttributeError):  # Not in every C library.
@@ -284,7 +284,7 @@ class _Door:
             return False
 
     def _progress(self, descriptor: int) -> int:
-        """Bytes of the handshake that the peer has acknowledged; `_ADMITTED_BYTES` where the connection is gone."""
+        """Return the handshake bytes that the peer has acknowledged; `_ADMITTED_BYTES` if the connection is gone."""
         try:
             with _lent(descriptor) as connection:
                 if connection.getsockname()[1:] != (self._port,):  # The descriptor was reused.
@@ -310,7 +310,7 @@ def _acked_and_received(connection: socket.socket) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _lent(descriptor: int) -> Iterator[socket.socket]:
-    """A socket object for a descriptor of ZeroMQ's, which stays open.
+    """Yield a socket object for one of ZeroMQ's descriptors, which stays open.
 
     Raises:
         OSError: The descriptor is closed, or no socket.

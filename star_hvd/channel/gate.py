@@ -1,10 +1,10 @@
-"""How many requests for a connection a listening socket takes per second from addresses that are not of the job.
+"""Limits how many connection requests per second a listening socket accepts from addresses outside the job.
 
-ZeroMQ accepts everybody, which costs 0.1 to 0.2 ms of processor time per connection. Where more come than `RATE_PER_S`,
-the kernel drops a share of their requests (a classic BPF filter at the listening socket), which costs a microsecond;
-one that is dropped comes again in a second. Those that are let in may send messages of a handshake only, until `lift`.
-Nothing from addresses of the job is dropped. Ranks that share a host connect from addresses of 127.0.0.0/8 that follow
-from their public keys, so that they differ from other users'.
+ZeroMQ accepts every connection, which costs 0.1 to 0.2 ms of processor time each. If more than `RATE_PER_S` arrive, the
+kernel drops a share of the requests (a classic BPF filter on the listening socket), which costs a microsecond each; a
+dropped request is repeated after a second. Connections let in may only send messages of handshake size, until `lift`.
+Nothing from the job's addresses is dropped. Ranks that share a host connect from addresses in 127.0.0.0/8 derived from
+their public keys, which distinguishes them from other users.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ __all__ = ["RATE_PER_S", "SEGMENT_BYTES", "Share", "lift", "limit", "loopback_so
 
 RATE_PER_S = 30.0
 SEGMENT_BYTES = 512
-"""A handshake's largest message is INITIATE: 257 bytes and the metadata, of which a rank's name is the longest part."""
+"""A handshake's largest message is INITIATE: 257 bytes plus metadata, of which a rank's name is the longest part."""
 
 _WINDOW_S = 0.25
 _LEAST = 2.0**-12
-_FASTEST = 8.0  # A share is divided by this at most, as what comes now was let in before.
+_FASTEST = 8.0  # Largest divisor of one adaptation: connections counted now may have been let in under earlier shares.
 
 _ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux; Python names neither.
 _INSTRUCTION = struct.Struct("=HBBI")  # Code, jump if true, jump if false, operand.
@@ -40,10 +40,10 @@ _BLOCK, _MOST_ADDRESSES = 128, 1000  # A conditional jump skips 255 instructions
 
 
 class Share:
-    """The share of others' requests that is let through; used by one thread.
+    """The share of foreign connection requests that is let through; used by one thread.
 
     Args:
-        now_s: Time, in seconds of any clock.
+        now_s: Time in seconds, of any clock.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -51,11 +51,11 @@ class Share:
         self._spent, self._since_s, self._count = 0.0, now_s, 0  # Of the burst.
 
     def note(self) -> None:
-        """Another of them was accepted."""
+        """Count an accepted foreign connection."""
         self._count += 1
 
     def turn(self, now_s: float, burst: int) -> None:
-        """Adapt the share to what came since it was adapted last; `burst` may come at once where none came before."""
+        """Adapt the share to the connections since it was last adapted; `burst` may come at once after a quiet time."""
         lasted_s, due = now_s - self._since_s, RATE_PER_S * (now_s - self._since_s)
         spent = self._spent + self._count - due
         flooded = spent > burst
@@ -69,9 +69,9 @@ class Share:
 
 
 def limit(listener: socket.socket, share: float, known: Iterable[str]) -> None:
-    """Let a share of the requests for a connection through, and everything from known addresses.
+    """Let a share of the connection requests through, and everything from known addresses.
 
-    Connections that are accepted inherit the filter: from others they take segments of `SEGMENT_BYTES` at most.
+    Accepted connections inherit the filter: from foreign addresses they take segments of at most `SEGMENT_BYTES`.
 
     Args:
         listener: A listening TCP socket.
@@ -90,7 +90,7 @@ def limit(listener: socket.socket, share: float, known: Iterable[str]) -> None:
 
 
 def lift(connection: socket.socket) -> None:
-    """Take everything from now on; what was dropped is sent again.
+    """Accept everything from now on; TCP resends what was dropped.
 
     Raises:
         OSError: This system has no such filters, or the socket is closed.
@@ -114,20 +114,20 @@ def _program(share: float, known: list[int]) -> list[tuple[int, int, int, int]]:
 
 
 def loopback_source(public_key: bytes) -> str:
-    """The address of 127.0.0.0/8 from which the owner of a key connects to its own host."""
+    """Return the address in 127.0.0.0/8 from which the owner of a key connects to its own host."""
     digest = hashlib.sha256(public_key).digest()
     return f"127.{1 + digest[0] % 254}.{digest[1]}.{1 + digest[2] % 254}"
 
 
 def resolve(host: str) -> str | None:
-    """The IPv4 address of a host, None where it is not known."""
+    """Return the IPv4 address of a host, None if it cannot be resolved."""
     with contextlib.suppress(OSError):
         return socket.gethostbyname(host)
     return None
 
 
 def route(public_key: bytes, host: str, port: int) -> str:
-    """The endpoint that the owner of a key connects to."""
+    """Return the ZeroMQ endpoint to which the owner of a key connects, its source address included."""
     source = loopback_source(public_key)
     own = f"{source}:0;" if host.startswith("127.") and _usable(source) else ""
     return f"tcp://{own}{host}:{port}"
@@ -135,7 +135,7 @@ def route(public_key: bytes, host: str, port: int) -> str:
 
 @functools.cache
 def _usable(source: str) -> bool:
-    """Whether this system has the whole of 127.0.0.0/8, as Linux has."""
+    """Return whether this system has all of 127.0.0.0/8, as Linux does."""
     with contextlib.suppress(OSError), socket.socket() as probe:
         probe.bind((source, 0))
         return True

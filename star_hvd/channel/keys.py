@@ -1,9 +1,8 @@
-"""Addresses and CURVE keys of all ranks, made at start; the public keys are exchanged over Horovod.
+"""Addresses and CURVE keys of all ranks, created at start; the public keys are exchanged over Horovod.
 
 All connections of a job use these keys: control, tensors, parameter servers. A secret key stays in the process that
-made it, except that of a rank's parameter server, which gets it from the rank over an inherited socket. Connections
-without a key of this job fail in ZeroMQ's handshake, and are counted: with the wrong key, without any, or with another
-protocol.
+created it; only a parameter server gets its key from its rank, over an inherited socket. Connections without a key of
+this job (a wrong key, none, or another protocol) fail in ZeroMQ's handshake and are counted.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ class Peer:
     """How to reach a rank: its public key, host address, and ports (control only on rank 0).
 
     Attributes:
-        public_key: Of the rank.
+        public_key: The rank's public key.
         host: Its address.
-        control_port: Of the coordinator, 0 on all ranks but 0.
-        tensor_port: Of its tensor server.
+        control_port: Port of the coordinator, 0 on all ranks but 0.
+        tensor_port: Port of its tensor server.
         server_key: Public key of the parameter server it may start.
-        tensor_path: Unix socket of its tensor server, used instead of the port where all ranks share a host.
+        tensor_path: Unix socket of its tensor server, used instead of the port if all ranks share a host.
     """
 
     public_key: bytes
@@ -54,7 +53,7 @@ class Peer:
 
 
 def own_address(*, single_host: bool) -> str:
-    """The IPv4 address the other ranks use for this one.
+    """Return the IPv4 address that the other ranks use for this one.
 
     Order: `STAR_HOST`, loopback when all ranks share a host, the interface Horovod was given, the host name.
 
@@ -78,7 +77,7 @@ def own_address(*, single_host: bool) -> str:
 
 
 class KeyPair:
-    """A CURVE key pair that cannot be pickled; its repr has the public key only."""
+    """A CURVE key pair that cannot be pickled; its repr shows only the public key."""
 
     __slots__ = ("_secret", "public")
 
@@ -92,17 +91,17 @@ class KeyPair:
         raise TypeError("a key pair must not leave its process")
 
     def serve(self, sock: zmq.Socket[Any]) -> None:
-        """Make a socket that is not bound yet the server of encrypted connections."""
+        """Make a socket, which must not be bound yet, the server of encrypted connections."""
         sock.curve_server = True
         sock.curve_publickey, sock.curve_secretkey = self.public, self._secret
 
     def join(self, sock: zmq.Socket[Any], server_key: bytes) -> None:
-        """Make a socket that is not connected yet the client of the server with `server_key`."""
+        """Make a socket, which must not be connected yet, a client of the server with `server_key`."""
         sock.curve_publickey, sock.curve_secretkey = self.public, self._secret
         sock.curve_serverkey = server_key
 
     def hand_over(self) -> list[bytes]:
-        """Both halves, to be sent to a child process over its inherited socket only."""
+        """Return both halves, to be sent only to a child process over its inherited socket."""
         return [self.public, self._secret]
 
     @classmethod
@@ -117,10 +116,10 @@ class JobKey:
     """The keys that one process uses with the parameter servers of its job.
 
     Args:
-        own: The pair of this process.
+        own: This process's pair.
         server: The pair of the server that this rank may start.
         admitted: Public keys that servers accept: those of all ranks and their servers.
-        sources: IPv4 addresses that the job's connections come from, as far as they are known.
+        sources: IPv4 addresses that the job's connections come from, as far as known.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class JobKey:
 
     @classmethod
     def new(cls, admitted: Iterable[bytes] = ()) -> JobKey:
-        """Fresh pairs on one host, which also admit each other."""
+        """Create new pairs on one host, which also admit each other."""
         own, server = KeyPair(), KeyPair()
         keys = {own.public, server.public, *admitted}
         return cls(own, server, keys, map(loopback_source, keys))
@@ -140,7 +139,7 @@ class JobKey:
         return f"JobKey({self.own!r}, {len(self.admitted)} admitted)"
 
     def for_server(self) -> dict[str, Any]:
-        """Values for this rank's server, with a secret key: to be sent over its inherited socket only."""
+        """Return the values for this rank's server, secret key included: to be sent only over its inherited socket."""
         return {"pair": self.server.hand_over(), "admitted": sorted(self.admitted), "sources": sorted(self.sources)}
 
     @classmethod
@@ -150,7 +149,7 @@ class JobKey:
         return cls(pair, pair, (bytes(key) for key in values["admitted"]), map(str, values["sources"]))
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """For the authenticator: whether a public key belongs to this job."""
+        """Tell the authenticator whether a public key belongs to this job."""
         return key in self.admitted
 
 
@@ -168,7 +167,7 @@ class PrivateFolder:
 
     @staticmethod
     def is_own(path: str) -> bool:
-        """Whether a folder exists, belongs to this user, and only this user can enter it."""
+        """Return whether a folder exists, belongs to this user, and only this user can enter it."""
         try:
             found = os.stat(path, follow_symlinks=False)
         except OSError:
@@ -214,7 +213,7 @@ class Keyring:
         return self._door.denied
 
     def admit(self, peers: list[Peer]) -> None:
-        """Accept connections of these ranks, given in order of rank, from now on."""
+        """Accept connections of these ranks from now on; `peers` is in order of rank."""
         self.peers = peers
         self._known.keys = frozenset(peer.public_key for peer in peers)
         self._door.expect(2 * len(peers))  # A rank may have one connection for fetches and one for pushes.
@@ -228,12 +227,12 @@ class Keyring:
         return frozenset(filter(None, [*map(loopback_source, keys), *map(resolve, hosts)]))
 
     def job_key(self) -> JobKey:
-        """The keys for parameter servers; after `admit`."""
+        """Return the keys for parameter servers; call after `admit`."""
         servers = {peer.server_key for peer in self.peers if peer.server_key}
         return JobKey(self.pair, self.server_pair, self._known.keys | servers, self._sources())
 
     def server(self, host: str, max_bytes: int = DATA_BYTES) -> tuple[zmq.Socket[Any], int]:
-        """A bound ROUTER that accepts ranks of this job only, and its port.
+        """Return a bound ROUTER that accepts only ranks of this job, and its port.
 
         Args:
             host: Address to listen on.
@@ -246,7 +245,7 @@ class Keyring:
         return router, int(port)
 
     def local_server(self, folder: Path) -> tuple[zmq.Socket[Any], str]:
-        """A bound ROUTER on an unencrypted Unix socket in a private folder, and its path."""
+        """Return a bound ROUTER on an unencrypted Unix socket in a private folder, and its path."""
         router = self._router(DATA_BYTES)
         path = str(folder / secrets.token_hex(4))
         router.bind(f"ipc://{path}")
@@ -256,12 +255,12 @@ class Keyring:
         router: zmq.Socket[Any] = self.context.socket(zmq.ROUTER)
         router.linger = 0
         set_limits(router, max_bytes)
-        # A rank that reconnects keeps its identity, while its old connection may still seem open here.
+        # A rank that reconnects keeps its identity, although its old connection may still seem open here.
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         return router
 
     def client(self, rank: int, identity: bytes, *, port: int) -> zmq.Socket[Any]:
-        """A DEALER connected to a server of `rank`; with an empty `identity` the server assigns one."""
+        """Return a DEALER connected to a server of `rank`; with an empty `identity` the server assigns one."""
         peer = self.peers[rank]
         dealer: zmq.Socket[Any] = self.context.socket(zmq.DEALER)
         dealer.linger = 1000
@@ -276,7 +275,7 @@ class Keyring:
         return dealer
 
     def close(self) -> None:
-        """Stop the authenticator and destroy the context; sockets should have been closed by their threads."""
+        """Stop the authenticator and destroy the context; threads should have closed their sockets before."""
         self._door.stop()
         self._authenticator.stop()
         self.context.destroy(linger=500)

@@ -1,13 +1,13 @@
 """Late gradients from a rank outside the subgroup to its parent, and current parameters back, on a tensor socket.
 
-A push is a sequence of two-frame messages, a fixed binary header and at most a chunk of raw bytes. Where it takes long
-it goes slower than the link does, and so do the parameters back (`scheduler.transmission.pace`): otherwise the members,
-whose negotiation crosses that link in every step, wait behind it. The parent answers the last message with the first
-step whose parameters will contain the gradient.
+A push is a sequence of two-frame messages: a fixed binary header and at most one chunk of raw bytes. A push that takes
+long is sent below the link's rate, as are the parameters sent back (`scheduler.transmission.pace`): otherwise the
+members, whose negotiation crosses that link in every step, would wait behind it. The parent answers the last message
+with the first step whose parameters will contain the gradient.
 
-After a broken connection the whole push is sent again, as its next attempt. The parent remembers the last push of every
-child and repeats its answer without accepting it twice. (Not a `Stream`: the training thread cannot acknowledge while
-it computes, and one request at a time needs no more than this.)
+After a broken connection the whole push is resent, as its next attempt. The parent remembers the last push of every
+child and repeats its answer without accepting the push twice. (This is not a `Stream`: the training thread cannot
+acknowledge while it computes, and one request at a time needs no more than this.)
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _MAGIC, _PROTOCOL = PUSH_MAGIC, 2
 _ACK = struct.Struct("<4sQQ")  # magic, push, first version that contains it
 _MAX_PUSH_BYTES = 1 << 40
 _MAX_VERSION = 1 << 62
-_MOST_CHILDREN = 4096  # Whose last push is remembered.
+_MOST_CHILDREN = 4096  # Children whose last push is remembered.
 _MOST_BURSTS, _BURST_PAUSE_S, _BURSTS_S = 6, 0.015, 0.25
-_ITS_OWN = 3.0  # Times an empty burst's time above which a full one's is the link's, and not that of threads.
+_ITS_OWN = 3.0  # A full burst that takes this many times an empty one's time is limited by the link, not by threads.
 _LINKS_PART = 0.1  # Least part of a burst's time that is attributed to the link.
 
 
 class Packer(Protocol):
-    """Makes the bytes of pushes, and learns what each one took (`star_hvd.compression.pushes.PushCodec`)."""
+    """Encodes pushes, and is told how long each one took (`star_hvd.compression.pushes.PushCodec`)."""
 
     def pack(self, flats: Sequence[torch.Tensor]) -> bytes: ...
     def took(self, time_s: float) -> None: ...
@@ -59,11 +59,11 @@ class ParentLink:
         rank: This rank.
         optimizer_id: Number of the optimizer.
         chunk_bytes: Size of a message.
-        pace_bytes_per_s: Rate of pushes, 0 to choose it by what they take.
+        pace_bytes_per_s: Rate of pushes; 0 to choose it from how long they take.
         deadline_s: Longest wait for an answer.
-        packer: Makes the bytes of a push; gradients travel as they are where None.
-        link_bytes_per_s: Rate of this rank's link as measured before, 0 where unknown.
-        paced: Whether transfers that take long go slower than the link does.
+        packer: Encodes pushes; with None gradients are sent unchanged.
+        link_bytes_per_s: Rate of this rank's link as measured earlier, 0 if unknown.
+        paced: Whether transfers that take long are sent below the link's rate.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ParentLink:
         self._down = PacedReplies(pacing.Pace(link_bytes_per_s)) if paced else None
 
     def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
-        """Send one gradient, one flat buffer per bucket; returns the first version that will contain it.
+        """Send one gradient, one flat buffer per bucket. Return the first version that will contain it.
 
         Raises:
             DeadlineError: The parent did not answer in time.
@@ -117,7 +117,7 @@ class ParentLink:
                     up.took(len(body), now_s - sent_s, pace)
                 if self._down is not None:
                     self._down.size_bytes = self._down.size_bytes or len(body)
-                if self._packer is not None and not measures:  # Which is no time to compare others with.
+                if self._packer is not None and not measures:  # The time of a measuring push is not comparable.
                     self._packer.took(now_s - began_s)
                 return contained
             attempt += 1
@@ -135,7 +135,7 @@ class ParentLink:
                 time.sleep(max(0.0, due_s - time.monotonic()))
 
     def _answer(self, limit_s: float) -> int | None:
-        """The answer to the last push; None if its connection broke."""
+        """Return the answer to the last push, None if its connection broke."""
         while True:
             if time.monotonic() >= limit_s:
                 raise DeadlineError(f"rank {self.parent} did not accept a late gradient within {self._deadline_s:g} s")
@@ -148,17 +148,15 @@ class ParentLink:
                     return int(contained)
 
     def state(self, min_step: int, *, state_too: bool, awaited: bool = False) -> Snapshot | None:
-        """Parameters of step `min_step` or later, None while the parent has none; asked for once.
-
-        An answer that has begun is awaited longer, as it may take long on a slow link.
+        """Get parameters of step `min_step` or later, None if the parent has none now; requests them once.
 
         Args:
-            min_step: The least step that is of use.
+            min_step: The earliest step of use.
             state_too: Whether the optimizer's state is wanted, too.
-            awaited: Whether all ranks wait for this one, so that it comes as fast as it can.
+            awaited: Whether all ranks wait for this one; the reply then comes at full speed.
 
         Raises:
-            DeadlineError: The parent does not answer within the deadline.
+            DeadlineError: The parent's answer was not complete within the deadline.
         """
         limit_s = time.monotonic() + self._deadline_s
         pace = None if awaited or state_too else self._down
@@ -177,12 +175,12 @@ def _as_they_are(flats: Sequence[torch.Tensor]) -> bytes:
 
 
 def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_bytes: int, deadline_s: float) -> float:
-    """Measure the rate in bytes per second at which this rank can send to another one, beside other traffic.
+    """Measure the rate in bytes per second at which this rank can send to another one, alongside other traffic.
 
-    A message's time includes thread scheduling at both ends: a training thread that holds the interpreter lock costs
-    5 ms as a rule, and 512 KB in 20 ms look like 26 MB/s on any link. So several bursts are sent, each after an empty
-    one; the difference between the fastest of each kind is the link's time. One is enough where that takes long:
-    reductions cross the same link meanwhile, and what is to avoid it waits for the rate.
+    A message's time includes thread scheduling at both ends: a training thread that holds the interpreter lock
+    typically costs 5 ms, and 512 KB in 20 ms look like 26 MB/s on any link. So several bursts are sent, each after an
+    empty one; the difference between the fastest of each kind is the link's time. One burst is enough if it takes
+    long: reductions cross the same link meanwhile, and the decision that would relieve it waits for the rate.
 
     Raises:
         DeadlineError: There was no answer within `deadline_s`.
@@ -208,7 +206,7 @@ def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_by
             empty_s.append(time_s(empty))
             full_s.append(time_s(full))
             if is_measured(empty_s, full_s, time.monotonic() - began_s):
-                break  # And should not be kept busy.
+                break  # Do not keep a slow link busy.
             time.sleep(_BURST_PAUSE_S)
         return rate_of(size_bytes, empty_s, full_s)
     finally:
@@ -216,27 +214,27 @@ def probe(keyring: Keyring, target: int, rank: int, size_bytes: int, *, chunk_by
 
 
 def is_measured(empty_s: Sequence[float], full_s: Sequence[float], spent_s: float) -> bool:
-    """Whether a link is so slow that these bursts have measured it well enough.
+    """Return whether a link is so slow that these bursts have measured it well enough.
 
     Args:
-        empty_s: Times of bursts of one byte, as many as full ones.
-        full_s: Times of full ones.
-        spent_s: Time since the first of them began.
+        empty_s: Times of the one-byte bursts, one per full burst.
+        full_s: Times of the full bursts.
+        spent_s: Time since the first burst started.
     """
     alone = full_s[-1] > max(_BURSTS_S, _ITS_OWN * empty_s[-1])
     return alone or (len(full_s) > 1 and spent_s > _BURSTS_S)
 
 
 def rate_of(size_bytes: int, empty_s: Sequence[float], full_s: Sequence[float]) -> float:
-    """The rate of a link in bytes per second by the times of some bursts.
+    """Return the rate of a link in bytes per second, from the times of some bursts.
 
     Args:
-        size_bytes: Of a full burst.
-        empty_s: Times of bursts of one byte.
-        full_s: Times of full ones.
+        size_bytes: Size of a full burst.
+        empty_s: Times of the one-byte bursts.
+        full_s: Times of the full bursts.
     """
     fastest_s = min(full_s)
-    # Where empty bursts take nearly as long, the time is not the link's.
+    # If empty bursts take nearly as long, most of the time is not the link's.
     return size_bytes / max(1e-9, fastest_s - min(empty_s), _LINKS_PART * fastest_s)
 
 
@@ -251,8 +249,8 @@ class LatePushes:
 
     Args:
         accept: Gets (optimizer_id, rank, version, bytes) and returns the first version that will contain the gradient.
-        most_bytes: Size of an optimizer's largest gradient, by its number; larger ones are refused at their first
-            chunk, before memory is allocated.
+        most_bytes: Returns the size of an optimizer's largest gradient, by its number; a larger one is refused at its
+            first chunk, before memory is allocated.
     """
 
     def __init__(
@@ -265,10 +263,10 @@ class LatePushes:
         self._done: dict[tuple[int, int], tuple[int, int, int]] = {}  # Link, push and the answer.
 
     def take(self, frames: Sequence[bytes]) -> bytes | None:
-        """Handle a child's message; returns the answer to send, None before the last chunk.
+        """Handle a child's message. Return the answer to send, None before the last chunk.
 
         Raises:
-            ChannelError: The message is invalid, or does not follow the ones before; nothing of it is kept.
+            ChannelError: The message is invalid or out of sequence; no part of it is kept.
         """
         if len(frames) != 2 or len(frames[0]) != _HEADER.size:
             sizes = [len(frame) for frame in frames]
@@ -297,14 +295,14 @@ class LatePushes:
     def _collect(
         self, child: tuple[int, int], attempt: tuple[int, int, int], offset: int, size: int, part: bytes
     ) -> bytearray | None:
-        """The whole gradient if this was its last chunk."""
+        """Add a chunk. Return the whole gradient if this was its last chunk, otherwise None."""
         partial = self._partial.get(child)
         if partial is not None and partial.attempt[:2] == attempt[:2] and attempt < partial.attempt:
-            return None  # Left from a broken connection; the push is sent again.
+            return None  # Left over from a broken connection; the push is resent.
         if partial is None or partial.attempt != attempt:
             partial = self._partial[child] = _Partial(attempt, bytearray())
         if offset > len(partial.body):
-            del self._partial[child]  # A part was lost with its connection; the push is sent again.
+            del self._partial[child]  # A part was lost with its connection; the push is resent.
             return None
         if offset != len(partial.body) or offset + len(part) > size:
             del self._partial[child]

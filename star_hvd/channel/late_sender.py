@@ -1,7 +1,7 @@
-"""Late gradients in the background: a thread sends them to the parent and gets its parameters; training goes on.
+"""Sends late gradients to the parent and receives its parameters in a background thread, while training continues.
 
-Two buffers: one gradient, or sum of several, is on its way; what the training thread makes meanwhile is added up in the
-other, and goes with the next push. So a link that takes k steps for a gradient carries the sum of k of them.
+There are two buffers: one gradient, or the sum of several, is in flight; gradients computed meanwhile are summed in the
+other and sent with the next push. So a link that needs k steps per gradient carries the sum of k gradients.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Link(Protocol):
 
 @dataclass(slots=True)
 class Sum:
-    """Gradients that wait to be sent: times their weights, then the weights, per bucket in host memory.
+    """Gradients waiting to be sent: per bucket, in host memory, the sum of gradient * weight, then of the weights.
 
     Attributes:
         flats: The sums.
-        version: Step of the parameters behind the oldest.
-        count: Gradients in it.
+        version: Step of the parameters that the oldest gradient was computed on.
+        count: Number of gradients.
     """
 
     flats: list[torch.Tensor]
@@ -51,7 +51,14 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A push that the parent has: its oldest gradient's step, the first step that contains it, gradients, seconds."""
+    """A push that the parent has received.
+
+    Attributes:
+        version: Step of the parameters that its oldest gradient was computed on.
+        contained: First step whose parameters contain it.
+        count: Number of gradients.
+        time_s: Time from its start to the parent's answer.
+    """
 
     version: int
     contained: int
@@ -60,17 +67,17 @@ class Sent:
 
 
 class LateSender:
-    """See the module's text. While nothing is on its way, the calling thread may use the link itself.
+    """The thread and its buffers, see the module docstring. While nothing is in flight, the caller may use the link.
 
     Args:
         link: Connection to the parent.
-        name: Of the thread.
-        receive: Gets the parent's parameters of a step or later; None where it has none within some time.
-        streams: Makes a context with streams of the thread's own: what `Compression.auto` has left to send is on a
-            device, where the training's kernels are queued on the default stream.
+        name: Name of the thread.
+        receive: Gets the parent's parameters of a step or later; returns None if it has none within some time.
+        streams: Returns a context in which the thread uses its own streams: the residual of `Compression.auto` is on a
+            device, whose default stream is filled with the training's kernels.
 
     Attributes:
-        unanswered: After `close`: what was on its way without an answer, which the parent may have or not.
+        unanswered: After `close`: the push that was in flight; the parent may have received it or not.
     """
 
     def __init__(
@@ -94,7 +101,7 @@ class LateSender:
     # ---- training thread --------------------------------------------------------------------------------------
 
     def add(self, flats: Sequence[torch.Tensor], version: int) -> None:
-        """Send these buffers' contents as soon as the link is free; never waits."""
+        """Send the contents of these buffers as soon as the link is free; never waits."""
         host = [flat.detach().cpu() for flat in flats]
         with self._changed:
             self._check()
@@ -107,17 +114,17 @@ class LateSender:
             self._changed.notify_all()
 
     def news(self) -> tuple[list[Sent], Snapshot | None]:
-        """What the parent has taken since the last call, and its newest parameters."""
+        """Return the pushes the parent has received since the last call, and its newest parameters, if any."""
         with self._changed:
             self._check()
             sent, snapshot, self._sent, self._snapshot = self._sent, self._snapshot, [], None
         return sent, snapshot
 
     def flush(self, deadline_s: float) -> None:
-        """Wait until all is sent.
+        """Wait until everything is sent.
 
         Raises:
-            DeadlineError: It is not within `deadline_s`.
+            DeadlineError: It was not sent within `deadline_s`.
         """
         limit_s = time.monotonic() + deadline_s
         with self._changed:
@@ -128,7 +135,7 @@ class LateSender:
             self._check()
 
     def close(self, deadline_s: float) -> Sum | None:
-        """Wait for the push on its way and end; what was not sent."""
+        """Wait for the push in flight and end the thread. Return the gradients that were not sent."""
         with self._changed:
             self._closed = True
             unsent, self._waiting = self._waiting, None
@@ -138,7 +145,7 @@ class LateSender:
 
     @property
     def ended(self) -> bool:
-        """After `close`: whether the thread has let go of the link."""
+        """After `close`: whether the thread has ended and no longer uses the link."""
         return not self._thread.is_alive()
 
     def _check(self) -> None:

@@ -31,8 +31,8 @@ class Dealer:
 
     Args:
         socket: A DEALER, owned by this object and its thread from now on.
-        limits: Of the stream.
-        copy: Whether messages are received as bytes, which is faster for short ones, rather than as ZeroMQ frames.
+        limits: Limits of the stream.
+        copy: Receive messages as bytes, which is faster for short ones, rather than as ZeroMQ frames.
     """
 
     def __init__(self, socket: zmq.Socket[Any], limits: Limits, *, copy: bool = False) -> None:
@@ -40,7 +40,7 @@ class Dealer:
         self._copy = copy
         self.stream = Stream(limits, accepts=False)
         self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        # The connection may exist already, and the peer may hold messages queued before it knew this incarnation.
+        # The connection may already exist, and the peer may have queued messages before it knew this incarnation.
         self.stream.connected(time.monotonic())
         self._flush()
 
@@ -84,7 +84,7 @@ class Dealer:
         self._flush()
 
     def receive(self, most: int = 64) -> Iterator[Frames | ChannelError]:
-        """Yield at most `most` received messages; an error in place of an invalid one."""
+        """Yield at most `most` received messages, with an error in place of an invalid one."""
         self._check_monitor()
         for _ in range(most):
             try:
@@ -107,7 +107,7 @@ class Dealer:
             self._flush()
 
     def drain(self, deadline_s: float) -> bool:
-        """Wait at most `deadline_s` until the peer has acknowledged everything; whether it has."""
+        """Wait at most `deadline_s` until the peer has acknowledged everything. Return whether it has."""
         limit_s = time.monotonic() + deadline_s
         poller = zmq.Poller()
         self.register(poller)
@@ -143,13 +143,13 @@ class Router:
 
     Args:
         socket: A bound ROUTER, owned by this object and its thread from now on.
-        limits: Of every stream.
-        known: Whether an identity is a valid peer's.
-        copy: As of a `Dealer`.
+        limits: Limits of every stream.
+        known: Returns whether an identity is a valid peer's.
+        copy: As in `Dealer`.
 
     Attributes:
         lost: Messages for peers that had ended, or whose stream is over.
-        drained: Whether the latest `receive` took all there was.
+        drained: Whether the latest `receive` emptied the socket.
     """
 
     def __init__(
@@ -175,16 +175,16 @@ class Router:
         return sum(stream.resent + stream.duplicates for stream in list(self._streams.values()))
 
     def stream(self, identity: bytes) -> Stream:
-        """The stream of a peer, made if there is none."""
+        """Return the stream of a peer; create it if there is none."""
         found = self._streams.get(identity)
         if found is None:
             found = self._streams[identity] = Stream(self._limits, accepts=True)
         return found
 
     def send(self, identity: bytes, frames: Sequence[Any]) -> None:
-        """Send a message, delivered exactly once as long as the peer's process lives, connected now or not.
+        """Send a message, delivered exactly once as long as the peer's process lives, even if it is not connected now.
 
-        Messages for a peer that has closed its end, or whose stream is over, are counted in `lost`.
+        A message for a peer that has closed its end, or whose stream is over, is counted in `lost`.
         """
         stream = self.stream(identity)
         if stream.broken is not None:
@@ -215,7 +215,7 @@ class Router:
                 del self._leaving[identity], self._streams[identity]
 
     def receive(self, most: int = 64) -> Iterator[Frames | ChannelError]:
-        """Yield at most `most` received messages, the identity in front; an error in place of an invalid one."""
+        """Yield at most `most` received messages, each after its identity, with an error in place of an invalid one."""
         self.drained = False
         for _ in range(most):
             try:
@@ -235,7 +235,7 @@ class Router:
     def _take(self, frames: Frames) -> Frames | None:
         identity = bytes(frames[0])
         if identity[:1] == b"\0" and len(identity) == 5:
-            return None  # ZeroMQ's identity of a connection replaced by a newer one, which repeats this message.
+            return None  # ZeroMQ's own identity for a connection that a newer one replaced; that repeats this message.
         if not self._known(identity):
             raise ChannelError(f"a message came from {identity!r}, which is no peer of this socket")
         if identity not in self._streams and len(self._streams) >= _MOST_PEERS:
@@ -243,7 +243,7 @@ class Router:
         fresh = Stream(self._limits, accepts=True) if identity not in self._streams else None
         stream = fresh or self._streams[identity]
         message = stream.receive(frames[1:], time.monotonic())
-        if stream.peer:  # Invalid messages, and those of a former incarnation, make no stream.
+        if stream.peer:  # Invalid messages, and those of a former incarnation, create no stream.
             self._streams[identity] = stream
         self._flush(identity, stream)
         return None if message is None else [frames[0], *message]
@@ -256,7 +256,7 @@ class Router:
                 self._leaving.setdefault(identity, limit_s)
 
     def bye(self) -> None:
-        """Before the socket is closed: send final acknowledgements and BYE to all peers."""
+        """Send final acknowledgements and BYE to all peers, before the socket is closed."""
         with contextlib.suppress(zmq.ZMQError):
             for identity, stream in self._streams.items():
                 stream.acknowledge()

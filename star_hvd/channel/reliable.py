@@ -1,17 +1,17 @@
 """Exactly-once, in-order delivery in both directions between two endpoints, across broken connections.
 
 ZeroMQ reconnects, but loses what was in flight in either direction, and a ROUTER drops messages for a peer that is not
-connected. `Stream` repairs that. It is a pure state machine, with events in and frames out: no socket, no thread, no
+connected. `Stream` repairs that. It is a pure state machine: events go in, frames come out. It has no socket, thread or
 clock; `now_s` is passed in.
 
-*Sequence numbers.* The application's messages are numbered from 1. The sender keeps one until a cumulative
+*Sequence numbers.* The application's messages are numbered from 1. The sender keeps each one until a cumulative
 acknowledgement covers it. Acknowledgements are piggybacked on messages in the other direction; one is sent alone only
-where there was none within `Limits.ack_delay_s`.
+if there was no such message within `Limits.ack_delay_s`.
 
-*Loss detection* uses no timeout on data. A connection never reorders, so a PROBE arrives behind everything sent before
-it, and its ECHO says what of that was received: exactly the rest is sent again, never because a peer is slow. A probe
-is sent after a reconnection (`connected`) and, as a safety net, when acknowledgements have been missing for
-`Limits.probe_s`, at growing intervals. The receiver drops duplicates and messages behind a gap; it does not buffer the
+*Loss detection* uses no timeout on data. A connection never reorders, so a PROBE arrives after everything sent before
+it, and its ECHO reports how much of that was received. Exactly the rest is resent, and never because a peer is slow. A
+probe is sent after a reconnection (`connected`) and, as a safety net, when acknowledgements have been missing for
+`Limits.probe_s`, at growing intervals. The receiver drops duplicates and messages after a gap; it does not buffer the
 latter, which the sender still has, so the receiver's memory is bounded.
 
 *Incarnations.* Every stream has a random number. A message carries its sender's, and the receiver's if the sender knows
@@ -46,7 +46,7 @@ _ENVELOPE = struct.Struct("<4sBQQQQQ")  # magic, kind, sender's and receiver's i
 _MAGIC = b"STR1"
 ENVELOPE_BYTES = _ENVELOPE.size
 _RETIRED = 8  # Former incarnations of a peer that are remembered.
-_MOST_PROBES = 16  # Remembered without an echo.
+_MOST_PROBES = 16  # Probes without an echo that are remembered.
 _REASON_BYTES = 500
 
 Frames = list[Any]
@@ -76,8 +76,8 @@ class Limits:
         messages: Most unacknowledged messages.
         nbytes: Most unacknowledged bytes.
         ack_delay_s: Longest time an acknowledgement waits for a message to be piggybacked on.
-        ack_messages: Received messages after which it is sent at once.
-        ack_bytes: Received bytes after which it is sent at once.
+        ack_messages: Received messages after which an acknowledgement is sent at once.
+        ack_bytes: Received bytes after which an acknowledgement is sent at once.
         probe_s: Time without an acknowledgement until the first probe. Longer than `ack_delay_s`.
         most_probe_s: Longest time between two probes.
     """
@@ -101,7 +101,7 @@ CONTROL = Limits(
     most_probe_s=3.0,
 )
 """A rank that is frozen for a minute is sent some thousand messages of a hundred bytes. The delay exceeds the usual
-heartbeat interval, so that heartbeats carry the acknowledgements where nothing else does."""
+heartbeat interval, so that heartbeats carry the acknowledgements if no other message does."""
 
 TENSORS = Limits(
     messages=1 << 18, nbytes=1 << 42, ack_delay_s=0.02, ack_messages=1 << 14, ack_bytes=1 << 30
@@ -118,16 +118,16 @@ class _Sent:
 
 
 class Stream:
-    """One endpoint of the protocol that the module describes.
+    """One endpoint of the protocol described in the module docstring.
 
     Args:
         limits: Bounds and intervals.
-        accepts: Whether a peer with another incarnation starts the stream over; otherwise it ends it.
+        accepts: Whether a new incarnation of the peer starts the stream over; otherwise it ends the stream.
         own: This side's incarnation; random by default.
 
     Attributes:
         peer: The peer's incarnation, 0 before its first message.
-        broken: Why this stream is over, None while it is not.
+        broken: Why this stream is over, None while it works.
         ended: Whether the peer has closed its end (BYE).
         replaced: Whether the stream is over because the peer was restarted.
         duplicates: Messages received again.
@@ -179,7 +179,7 @@ class Stream:
         return self._acked
 
     def emitted(self) -> list[Frames]:
-        """Take the frames to be sent now, in order."""
+        """Remove and return the frames to be sent now, in order."""
         out, self._out = self._out, []
         return out
 
@@ -193,7 +193,7 @@ class Stream:
             now_s: The present.
 
         Raises:
-            ChannelError: The stream is over, maybe just now because too much is unacknowledged.
+            ChannelError: The stream is over, possibly only now because too much is unacknowledged.
         """
         if self.broken is not None:
             raise ChannelError(self.broken)
@@ -217,7 +217,7 @@ class Stream:
             self._emit(Kind.NOTE, 0, 0, frames)
 
     def connected(self, now_s: float) -> None:
-        """A new connection was made: recover what the old one lost, in both directions."""
+        """Recover what the old connection lost, in both directions; call when a new connection was made."""
         if self.broken is None:
             self._probes.clear()  # Echoes of the old connection's probes do not apply to this one.
             self._probe(Kind.RESUME, now_s)
@@ -256,8 +256,9 @@ class Stream:
         kind, source, target, number, ack, extra, body = _open(frames)
         if source == self.own or target not in (0, self.own) or source in self._retired:
             if not self.peer and kind in (Kind.PROBE, Kind.RESUME):
-                # Shows the peer that the incarnation it probes is gone. Addressed: a connection that the peer has made
-                # since has the same identity, may get this message, and would take a stream for its own that is not.
+                # Shows the peer that the incarnation it probes is gone. Addressed to the probe's sender: a newer
+                # connection of the peer has the same identity and may get this message; without an address it would
+                # take this stream for its own peer.
                 self._emit(Kind.ECHO, 0, 0, (), target=source)
             return None
         if source != self.peer and not self._new_peer(source):
@@ -277,7 +278,7 @@ class Stream:
     # ---- inside -------------------------------------------------------------------------------------------
 
     def _new_peer(self, source: int) -> bool:
-        """Handle a new incarnation of the peer; whether the stream goes on with it."""
+        """Handle a new incarnation of the peer. Return whether the stream continues with it."""
         if self.peer:
             self._retired.append(self.peer)
             if not self._accepts:
@@ -369,7 +370,7 @@ class Stream:
 
 
 def _open(frames: Sequence[Any]) -> tuple[Kind, int, int, int, int, int, Frames]:
-    """Kind, incarnations of sender and receiver, number, acknowledged number, probe and the application's frames."""
+    """Return kind, sender's and receiver's incarnations, number, acknowledged number, probe, application's frames."""
     if not frames:
         raise ChannelError("a message has no frames")
     first = memoryview(getattr(frames[0], "buffer", frames[0]))

@@ -1,13 +1,13 @@
-"""The state of a rank that has it, for one that is behind: requests, and replies in chunks on sockets of their own.
+"""Transfers the state from a rank that has it to one that is behind: requests, and replies in chunks, on own sockets.
 
-A reply is a sequence of two-frame messages: a fixed binary header and raw bytes. Chunk 0 says how long the manifest
-(msgpack: shapes, types, scalar state) is, the others carry it and then the tensors' bytes, one after another, so that
-no message is larger than a chunk however many parameters there are. Nothing is pickled.
+A reply is a sequence of two-frame messages: a fixed binary header and raw bytes. Chunk 0 gives the length of the
+manifest (msgpack: shapes, types, scalar state); the others carry the manifest and then the tensors' bytes, so that no
+message is larger than a chunk, however many parameters there are. Nothing is pickled.
 
-A request may say how fast the reply is to come: one over a slow link would delay all else that crosses it.
+A request may limit the rate of its reply: on a slow link, a reply at full speed would delay all other traffic.
 
-A request changes nothing at the server, so after a broken connection it is simply made again. Every attempt has a
-number of its own, which the reply carries: what is left of the reply to an earlier one is not mistaken for it.
+A request changes nothing at the server, so after a broken connection it is simply repeated. Every attempt has its own
+number, which the reply carries, so that the rest of an earlier reply is not mistaken for the current one.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _HEADER = struct.Struct("<4sBQIIQQ")  # magic, protocol, request, number of the 
 _MANIFEST = struct.Struct("<Q")  # size of the manifest
 _REQUEST = struct.Struct("<QIBQQ")  # request, optimizer, whether the optimizer's state is wanted, least step, pace
 _MAGIC, _PROTOCOL = b"STAR", 2
-PUSH_MAGIC = b"STAL"  # Of late gradients, which use the same sockets; see `late`.
+PUSH_MAGIC = b"STAL"  # Of late gradients, which use the same sockets; see `late_push`.
 _MAX_BODY_BYTES = 1 << 42
 _POLL_MS = 1000
-_ANSWER_S = 5.0  # For the coordinator to name a rank.
-_SOURCES = 4  # As many silent ranks may be asked for a state, one after the other, within the deadline.
+_ANSWER_S = 5.0  # Longest wait for the coordinator to name a rank.
+_SOURCES = 4  # Silent ranks that can be asked for a state, one after the other, within the deadline.
 _LEAST_PACE = 1 << 14  # Bytes per second: a reply holds memory here until all of it is sent.
-_CATCH_UP_S = 0.01  # A paced sender that was held up sends at most what it missed in this time at once.
+_CATCH_UP_S = 0.01  # A delayed paced sender makes up for at most this much time at once.
 _DTYPES = {str(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)}
 
 
@@ -71,10 +71,10 @@ def _raw(tensor: torch.Tensor) -> bytes:
 
 
 def pack_snapshot(snapshot: Snapshot) -> tuple[bytes, bytes]:
-    """A snapshot as a manifest and a body of raw bytes.
+    """Return a snapshot as a manifest and a body of raw bytes.
 
     Raises:
-        ChannelError: The optimizer keeps something that is neither a tensor nor a number.
+        ChannelError: The optimizer's state holds something other than tensors, numbers, strings and None.
     """
     blobs: list[bytes] = []
 
@@ -122,7 +122,7 @@ def unpack_snapshot(manifest: bytes, body: bytes) -> Snapshot:
 
 
 class _Body:
-    """Reads tensors one after the other, as the items of a manifest describe them."""
+    """Reads tensors one after the other, as described by the items of a manifest."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body
@@ -149,7 +149,7 @@ def _number(item: Any) -> Any:
 
 
 def next_due_s(due_s: float, sent_bytes: int, bytes_per_s: float) -> float:
-    """When the next part of a paced transfer is due, behind one of `sent_bytes` that was due at `due_s`."""
+    """Return when the next part of a paced transfer is due, after one of `sent_bytes` that was due at `due_s`."""
     return max(due_s, time.monotonic() - _CATCH_UP_S) + sent_bytes / bytes_per_s
 
 
@@ -158,7 +158,7 @@ _Part = tuple[int, int, int, int, bytes]  # Number of the chunk, chunks, offset,
 
 @dataclass(slots=True)
 class _Paced:
-    """A reply on its way at a limited rate: to which request, what is left of it, and when the next part is due."""
+    """A reply being sent at a limited rate: its request, the parts left, and when the next part is due."""
 
     request: int
     parts: Iterator[_Part]
@@ -171,10 +171,10 @@ class TensorServer:
 
     Args:
         router: Bound socket; belongs to the server's thread from `start` on.
-        snapshot: Gives the snapshot of an optimizer by its number, with its state or without, of a step or later;
-            None while there is none here.
+        snapshot: Returns the snapshot of an optimizer by its number, with or without optimizer state, of a step or
+            later; None if there is none here.
         chunk_bytes: Size of a message.
-        push: Takes a message with a part of a late gradient; returns the answer, None where there is none yet.
+        push: Takes a message with a part of a late gradient; returns the answer, None if there is none yet.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class TensorServer:
         self._snapshot = snapshot
         self._push = push
         self._chunk_bytes = chunk_bytes
-        self._paced: dict[bytes, _Paced] = {}  # One for each peer, the last it has asked for.
+        self._paced: dict[bytes, _Paced] = {}  # Per peer, the reply to its last request.
         self._stop = threading.Event()
         self._wakeup = Wakeup()
         self._thread = supervised(self._run, "star-tensors")
@@ -234,7 +234,7 @@ class TensorServer:
             logger.warning("cannot serve a fetch: %s", error)
             manifest, body = b"", b""
         parts = _parts(manifest, body, chunk_bytes(pace, self._chunk_bytes))
-        self._paced.pop(peer, None)  # It has given that one up.
+        self._paced.pop(peer, None)  # The peer has given up its earlier request.
         if pace:
             self._paced[peer] = _Paced(number, parts, max(_LEAST_PACE, pace), time.monotonic())
         else:
@@ -243,7 +243,7 @@ class TensorServer:
         self.served += 1
 
     def _send_due(self) -> int:
-        """Send what is due of paced replies; returns the milliseconds until more is."""
+        """Send the parts of paced replies that are due. Return the milliseconds to poll, until the next one is due."""
         soonest_s = math.inf
         for peer, reply in list(self._paced.items()):
             if time.monotonic() >= reply.due_s:
@@ -274,7 +274,7 @@ class TensorServer:
 
 
 def _parts(manifest: bytes, body: bytes, step: int) -> Iterator[_Part]:
-    """A reply in parts of at most `step` bytes, the first of which says how long the manifest is."""
+    """Yield a reply in parts of at most `step` bytes, after a first part that gives the manifest's length."""
     size = len(manifest) + len(body)
     chunks = [(part, begin) for part in (manifest, body) for begin in range(0, len(part), step)]
     yield 0, 1 + len(chunks), 0, size, _MANIFEST.pack(len(manifest)) if manifest else b""
@@ -286,7 +286,7 @@ def _parts(manifest: bytes, body: bytes, step: int) -> Iterator[_Part]:
 
 
 class Caller:
-    """A connection for requests, each of which is made again when the connection broke before its answer was there.
+    """A connection for requests; its user repeats a request if the connection broke before the answer (`reopened`).
 
     Args:
         socket: A DEALER; used by one thread.
@@ -301,13 +301,13 @@ class Caller:
         self._requests = secrets.randbits(32) << 31
 
     def begin(self) -> int:
-        """A new request begins: its number. What happened to the connection before does not matter to it."""
+        """Start a new request and return its number; forget what happened to the connection before."""
         self.reopened()
         self._requests += 1
         return self._requests
 
     def reopened(self) -> bool:
-        """Whether the connection broke, and there is one again, since the last time this was asked."""
+        """Return whether the connection broke and was re-established since the last call."""
         found = False
         while self._monitor.poll(0):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
@@ -317,7 +317,7 @@ class Caller:
         return found
 
     def wait(self, limit_s: float) -> list[bytes] | None:
-        """The next message; None when something happened to the connection, or at `limit_s` on the monotonic clock."""
+        """Wait for the next message; None after a connection event, or at `limit_s` on the monotonic clock."""
         left_s = limit_s - time.monotonic()
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
@@ -334,14 +334,14 @@ class Caller:
 
 
 class OtherRanks:
-    """The other ranks as a source of state (`StateSource`); the coordinator names one of them at each request.
+    """The other ranks as a source of state (`StateSource`); the coordinator names one of them for each request.
 
     Args:
         keyring: Keys and addresses of the job.
         optimizer_id: Number of the optimizer.
         send: Sends a control message to the coordinator.
-        answers: Where its answers come in.
-        check: Raises what keeps this rank from going on.
+        answers: Receives its answers.
+        check: Raises the error that keeps this rank from continuing, if there is one.
     """
 
     def __init__(
@@ -363,7 +363,7 @@ class OtherRanks:
         self._check()
         limit_s = time.monotonic() + deadline_s
         self._send(messages.FindStateSource(self._optimizer_id))
-        # A rank that says nothing for long, being frozen for example, need not be the only one with the state.
+        # Limited patience: if this rank is frozen, for example, another one may have the state, too.
         with contextlib.suppress(queue.Empty, DeadlineError):
             answer = self._answers.get(timeout=min(_ANSWER_S, deadline_s))
             if answer.rank >= 0 and answer.optimizer_id == self._optimizer_id:
@@ -384,10 +384,10 @@ def fetch(
     min_step: int = 0,
     patience_s: float = math.inf,
 ) -> Snapshot | None:
-    """Get the parameters and state of an optimizer from rank `source`; None when that rank is behind itself.
+    """Get the parameters and state of an optimizer from rank `source`; None if that rank is itself behind.
 
     Raises:
-        DeadlineError: The reply was not complete within `deadline_s`, or nothing came for `patience_s`.
+        DeadlineError: The reply was not complete within `deadline_s`, or nothing arrived for `patience_s`.
         ChannelError: The reply cannot be read.
     """
     # Without an identity of its own: the server would ignore a second connection under the same one.
@@ -401,11 +401,11 @@ def fetch(
 
 @dataclass(slots=True)
 class PacedReplies:
-    """How fast replies are to come that no other rank waits for, by what earlier ones took.
+    """Chooses the rate of replies that no other rank waits for, from how long earlier ones took.
 
     Attributes:
-        pace: Chooses it.
-        size_bytes: Size of the last reply.
+        pace: Chooses the rate.
+        size_bytes: Expected size of a reply: that of the largest so far.
     """
 
     pace: Pace
@@ -413,11 +413,11 @@ class PacedReplies:
 
     @property
     def bytes_per_s(self) -> int:
-        """Of the next reply, 0 for as fast as it can."""
+        """Rate of the next reply, 0 for full speed."""
         return round(self.pace.bytes_per_s(self.size_bytes))
 
     def took(self, size_bytes: int, time_s: float, paced_bytes_per_s: int) -> None:
-        """A reply has come."""
+        """Note the size, time and rate of a complete reply."""
         self.size_bytes = max(self.size_bytes, size_bytes)
         self.pace.took(size_bytes, time_s, paced_bytes_per_s)
 
@@ -433,7 +433,7 @@ def ask(
     patience_s: float = math.inf,
     pace: PacedReplies | None = None,
 ) -> Snapshot | None:
-    """Get parameters of step `min_step` or later from rank `source`; None when there is nothing to be had there now.
+    """Get parameters of step `min_step` or later from rank `source`; None if it has none now.
 
     Args:
         caller: The connection.
@@ -441,12 +441,12 @@ def ask(
         optimizer_id: Number of the optimizer.
         limit_s: End of the wait, on the monotonic clock.
         state_too: Whether the optimizer's state is wanted, too.
-        min_step: The least step that is of use.
-        patience_s: Longest wait for a sign of the rank.
-        pace: How fast the reply is to come; as fast as it can where None.
+        min_step: The earliest step of use.
+        patience_s: Longest time without a message from the rank.
+        pace: Limits the rate of the reply; full speed if None.
 
     Raises:
-        DeadlineError: The reply was not complete by `limit_s` on the monotonic clock, or nothing came for `patience_s`.
+        DeadlineError: The reply was not complete by `limit_s`, or nothing arrived for `patience_s`.
         ChannelError: The reply cannot be read.
     """
     began_s = heard_s = time.monotonic()
@@ -471,11 +471,11 @@ def ask(
 
 
 class _Reply:
-    """What has come of the reply to one attempt of a request."""
+    """The parts received so far of the reply to one attempt of a request."""
 
     def __init__(self, source: int, request: int) -> None:
         self.request = request
-        self.began_s = math.inf  # When its first message came.
+        self.began_s = math.inf  # When its first message arrived.
         self.manifest = bytearray()
         self.body = bytearray()
         self._described = 0  # Bytes of the manifest.
@@ -487,10 +487,10 @@ class _Reply:
         return self._received >= self._total
 
     def add(self, frames: list[bytes]) -> None:
-        """A message of the server.
+        """Add a message of the server.
 
         Raises:
-            ChannelError: It does not follow the ones before.
+            ChannelError: It is malformed, or does not follow the previous ones.
         """
         if len(frames) == 1 and frames[0][:4] == PUSH_MAGIC:
             return  # A late gradient was sent twice, and this is the second answer.
@@ -500,7 +500,7 @@ class _Reply:
         if magic != _MAGIC or protocol != _PROTOCOL:
             raise ChannelError(f"a tensor message is of protocol {magic!r} {protocol}; expected {_PROTOCOL}")
         if request != self.request:
-            return  # To an earlier attempt, or to a request that was given up.
+            return  # The reply to an earlier attempt, or to a request that was given up.
         if number != self._received or number >= total or size > _MAX_BODY_BYTES:
             raise ChannelError(f"a tensor message is number {number} of {total}; expected {self._received}")
         payload = frames[1]

@@ -10,10 +10,10 @@ __all__ = ["Wakeup"]
 
 
 class Wakeup:
-    """A file descriptor to be polled beside sockets, readable after `wake` until `clear`.
+    """A file descriptor to poll together with sockets; readable after `wake` until `clear`.
 
-    `wake` may be called from any thread, before `close` and after it, `end` by what stops the thread that polls; all
-    else belongs to that thread.
+    Any thread may call `wake`, before or after `close`. Whoever stops the polling thread calls `end`. Only the polling
+    thread uses the rest.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class Wakeup:
         self._write.setblocking(False)
 
     def fileno(self) -> int:
-        """The descriptor, -1 after `close`."""
+        """Return the descriptor, -1 after `close`."""
         return self._read.fileno()
 
     def wake(self) -> None:
-        """End the poll that runs, or the next one."""
+        """End the current poll, or the next one."""
         with contextlib.suppress(OSError):  # A full pipe means the thread is awake already.
             self._write.send(b"x")
 
@@ -36,9 +36,9 @@ class Wakeup:
             self._read.recv(4096)
 
     def end(self, thread: threading.Thread, deadline_s: float) -> None:
-        """Wake the thread that polls, which was told to stop, wait for its end, and close.
+        """Wake the polling thread, which was told to stop, wait for its end, and close.
 
-        Left open where the thread missed the deadline: it still polls the descriptor.
+        If the thread misses the deadline, the descriptor stays open, because the thread still polls it.
         """
         self.wake()
         if thread.ident is not None and thread is not threading.current_thread():
@@ -47,6 +47,6 @@ class Wakeup:
             self.close()
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Close the descriptors."""
         self._read.close()
         self._write.close()

@@ -1,4 +1,4 @@
-"""Gradients that travel smaller than they are: `Compression` with `auto`."""
+"""Compressed gradients: Horovod's `Compression`, with `auto` added."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ __all__ = ["Compression"]
 
 
 class AutoCompressor(NoneCompressor):  # type: ignore[misc]
-    """Allows loss where it makes steps faster; see `star_hvd.compression.lossy_wire`.
+    """Allows lossy compression where it makes steps faster; see `star_hvd.compression.lossy_wire`.
 
-    Where gradients are reduced one by one, exactly as in Horovod, they travel as they are.
+    If gradients are reduced one by one, exactly as in Horovod, they are sent uncompressed.
     """
 
 
 class Compression(_Horovods):  # type: ignore[misc]
-    """Horovod's `none` and `fp16`, and `auto`: none, fp16 or low rank with error feedback, by what is measured."""
+    """Horovod's `none` and `fp16`, and `auto`: none, fp16 or low rank with error feedback, chosen by measurement."""
 
     auto: type[AutoCompressor] = AutoCompressor

@@ -1,12 +1,12 @@
-"""Lossy forms of one bucket, with error feedback: what is not sent now is added to the rank's next contribution.
+"""Lossy forms of one bucket with error feedback: what is not sent, the residual, is added to the next contribution.
 
 Both forms are linear in what is sent, so that one sum over the ranks is the sum of their weighted contributions,
-whatever these are: whole gradients, late ones, those of unequal batches, or nothing.
+whether these are whole gradients, late ones, those of unequal batches, or zeros.
 
-Low rank (PowerSGD, Vogels et al. 2019, in the alternating form of ACP-SGD, Zhang et al. 2023): of every matrix M, with
-what earlier steps left over, a rank sends P = M Q for a Q with orthonormal columns that all ranks have, and keeps
-M - P Q^T. All ranks use (sum P) Q^T, and the orthonormalized sum of the P is what M^T is multiplied with in the next
-step. One reduction per step, and the basis follows the gradients.
+Low rank (PowerSGD, Vogels et al. 2019, in the alternating form of ACP-SGD, Zhang et al. 2023): for every matrix M, the
+gradient plus the residual, a rank sends P = M Q, where Q has orthonormal columns and is equal on all ranks, and keeps
+the residual M - P Q^T. All ranks use (sum P) Q^T. The next step multiplies M^T with the orthonormalized sum of the P.
+So there is one reduction per step, and the basis follows the gradients.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from star_hvd.engine.device import DONE, KEPT, Streams
 
 __all__ = ["RANK", "BucketCodec", "without_form"]
 
-RANK = 8  # With 4, a small convolutional network had lost 0.6 points of accuracy after 160 steps, with 8 it had not.
+RANK = 8  # With 4, a small convolutional network lost 0.6 points of accuracy in 160 steps; with 8 it did not.
 _DOWN, _ACROSS, _HALF = _SUFFIXES = "p", "q", "f"
 _MOST_HALF = 60_000.0  # The largest float16 is 65504.
 
 
 @dataclass(slots=True)
 class _Matrix:
-    """One parameter in the bucket: where it begins, its form, the first basis, and that of the next step."""
+    """One parameter in the bucket: its offset, its shape as a matrix, the first basis, and the next step's basis."""
 
     start: int
     rows: int
@@ -43,7 +43,7 @@ class _Matrix:
 
 
 def without_form(name: str) -> str:
-    """The name that a tensor has without the suffix of its form."""
+    """Return a tensor's name without the suffix of its form."""
     return name.rstrip("".join(_SUFFIXES))
 
 
@@ -52,8 +52,8 @@ class BucketCodec:
 
     Args:
         bucket: The bucket.
-        streams: Makes the fences: one thread may encode what another decodes.
-        world_size: Ranks whose contributions are added up.
+        streams: Creates the fences, as different threads may encode and decode.
+        world_size: Ranks whose contributions are summed.
     """
 
     def __init__(self, bucket: Bucket, streams: Streams, world_size: int) -> None:
@@ -63,18 +63,18 @@ class BucketCodec:
         self._matrices = self._layout()
         self._dense = self._between()
         self._sent = NONE
-        self._sum: torch.Tensor | None = None  # Of what was decoded, until the host has looked at it.
+        self._sum: torch.Tensor | None = None  # Sum of the decoded tensor, until the host has checked it.
         self.begin(streams, world_size)
 
     def begin(self, streams: Streams, world_size: int) -> None:
-        """Ranks begin with a common basis; the residual, this rank's own, stays."""
+        """Start with the basis common to all ranks; keep the residual, which is this rank's own."""
         self._streams, self._fence = streams, DONE
         self._most = _MOST_HALF / world_size
         self.restart()
 
     def restart(self) -> None:
-        """As `begin`, in the same job."""
-        self._across = False  # Whether the transposed matrices are projected: in every second step.
+        """Return to the first basis, as in `begin`, within the same job."""
+        self._across = False  # Whether the transposed matrices are projected, as in every second step.
         for matrix in self._matrices:
             matrix.basis = matrix.first
 
@@ -85,14 +85,14 @@ class BucketCodec:
         for param in self._bucket.params:
             rows = _rows(param)
             cols = param.numel() // rows if rows else 0
-            if rows and 2 * RANK * (rows + cols) < param.numel():  # Less than a quarter travels, on the average.
+            if rows and 2 * RANK * (rows + cols) < param.numel():  # On average, less than a quarter is sent.
                 first = self._first_basis(start, cols)
                 found.append(_Matrix(start, rows, cols, first, first))
             start += param.numel()
         return found
 
     def _between(self) -> list[tuple[int, int]]:
-        """Where the elements that travel as they are begin and end."""
+        """Return begin and end of the runs of elements that are sent unchanged."""
         runs, begin = [], 0
         for matrix in self._matrices:
             runs.append((begin, matrix.start))
@@ -101,7 +101,7 @@ class BucketCodec:
         return [(first, last) for first, last in runs if last > first]
 
     def _first_basis(self, start: int, cols: int) -> torch.Tensor:
-        """Made on the host, so that it is the same whatever the devices; once, since copying it waits for them."""
+        """Create the basis on the host, so that it is equal on all devices; once, since the copy waits for them."""
         generator = torch.Generator().manual_seed(1_000_003 * self._bucket.index + start)
         values = torch.randn(cols, RANK, generator=generator, dtype=self._dtype, device="cpu")
         return _orthonormal(values).to(self._bucket.flat.device)
@@ -109,18 +109,18 @@ class BucketCodec:
     # ---- one step -------------------------------------------------------------------------------------------
 
     def suffix(self, form: int) -> str:
-        """What tells the tensor from the bucket's others by name: Horovod caches what it knows of a name's shape."""
+        """Return the suffix of the tensor's name: Horovod caches a shape per name, and each form has its own shape."""
         if form == LOW_RANK and self._matrices:
             return _ACROSS if self._across else _DOWN
         return _HALF if form == HALF else ""
 
     def encode(self, flat: torch.Tensor, form: int, *, given: bool) -> torch.Tensor:
-        """What is reduced for `flat`.
+        """Return the tensor to reduce for `flat`.
 
         Args:
             flat: The contribution: gradients times weight, then the weight.
             form: One of `FORMS`.
-            given: Whether there is a gradient in it; zeros take nothing of the residual along.
+            given: Whether it contains a gradient; the residual is not sent with zeros.
         """
         self._sent = form if form != LOW_RANK or self._matrices else NONE
         self._order(flat)
@@ -139,7 +139,7 @@ class BucketCodec:
         return reduced
 
     def decode(self, reduced: torch.Tensor, flat: torch.Tensor) -> None:
-        """Put the sum of all contributions into `flat`. Of a step's buckets `to_check` has to follow."""
+        """Put the sum of all contributions into `flat`. After a step's buckets, call `to_check`."""
         if self._sent == NONE:
             self._bucket.from_wire(reduced, flat)
             return
@@ -152,7 +152,7 @@ class BucketCodec:
         self._fence = self._streams.give_one(KEPT, flat)
 
     def to_check(self) -> torch.Tensor | None:
-        """The sum behind the last `decode`, on its device; if it is no number `drop_infinite` has to follow. Once."""
+        """Return once the sum of the last decoded tensor, on its device; if not finite, call `drop_infinite`."""
         found, self._sum = self._sum, None
         if found is not None:
             self._fence.order(found)
@@ -163,7 +163,7 @@ class BucketCodec:
         self._fence.order(*tensors, *kept, *(matrix.basis for matrix in self._matrices))
 
     def _new(self, flat: torch.Tensor) -> torch.Tensor:
-        """A zeroed tensor of the form, with the bucket's tail behind it where a header can travel there."""
+        """Return a zeroed tensor of the form, followed by the bucket's tail if a header can be sent there."""
         if self._sent == HALF:
             return torch.zeros(flat.numel(), dtype=torch.float16, device=flat.device)
         size = sum(last - first for first, last in self._dense) + 1 + self._bucket.tail
@@ -171,7 +171,7 @@ class BucketCodec:
         return torch.zeros(size, dtype=self._dtype, device=flat.device)
 
     def _total(self, flat: torch.Tensor) -> torch.Tensor:
-        """The residual with the gradient added: what there is to send."""
+        """Add the gradient to the residual and return that sum, which is to be sent."""
         if self._residual is None:
             self._residual = torch.zeros(flat.numel() - 1, dtype=self._dtype, device=flat.device)
         return self._residual.add_(flat[:-1])
@@ -206,7 +206,7 @@ class BucketCodec:
         for matrix, factor in self._factors(reduced, at):
             mean = matrix.of(flat)
             mean = mean.T if self._across else mean
-            # Into a tensor that is given: else autocast, in which a program may step, would compute in half precision.
+            # Into an output tensor: otherwise autocast, if a program steps inside it, would compute in half precision.
             mean.copy_(torch.mm(factor, matrix.basis.T, out=factor.new_empty(mean.shape)))
             matrix.basis = _orthonormal(factor)
         flat[-1] = reduced[self._weight_at(reduced)]
@@ -224,21 +224,21 @@ class BucketCodec:
         return reduced.numel() - self._bucket.tail - 1
 
     def drop_infinite(self) -> None:
-        """A gradient that was no number is in this step, on all ranks, and in no later one."""
+        """Keep a non-finite gradient, which is in this step on all ranks, out of all later steps."""
         self._order()
         self.restart()
-        if (left := self._residual) is not None:  # Without a look of the host's at the device.
+        if (left := self._residual) is not None:  # Without synchronizing the host with the device.
             self._residual = torch.where(torch.isfinite(left).all(), left, torch.zeros_like(left))
             self._fence = self._streams.give_one(KEPT, self._bucket.flat)
 
     # ---- to one rank ----------------------------------------------------------------------------------------
 
     def pack(self, flat: torch.Tensor, *, small: bool) -> tuple[bytes, torch.Tensor | None] | None:
-        """What is sent to one rank for a contribution with the residual added, and what that would leave (`keep`).
+        """Return the bytes to send to one rank for a contribution plus residual, and the new residual for `keep`.
 
         Args:
-            flat: The contribution, in host memory or the bucket's.
-            small: Whether as int8; then None where that is impossible, or no smaller.
+            flat: The contribution, in host memory or on the bucket's device.
+            small: Whether as int8; returns None if that is impossible or not smaller.
         """
         self._order()
         total = flat[:-1].detach().to("cpu", self._dtype, copy=True)
@@ -248,15 +248,15 @@ class BucketCodec:
         return small_bytes(total, weight, dtype) if small else (whole_bytes(total, weight, dtype), None)
 
     def shrink(self, flat: torch.Tensor, ranges: Sequence[tuple[int, int]], *, small: bool) -> list[bytes | None]:
-        """Make of a contribution in host memory, with the residual added, what is sent to servers; keep what is left.
+        """Encode a contribution in host memory, plus residual, for the servers; keep the new residual.
 
         Args:
-            flat: The contribution. It becomes what its receiver makes of the payloads.
-            ranges: Begin and end of the elements that travel by themselves.
-            small: Whether as int8. A range for which that is impossible, or no smaller, travels as it is in `flat`.
+            flat: The contribution; overwritten with the values that the receiver decodes.
+            ranges: Begin and end of the ranges that are sent separately.
+            small: Whether as int8. A range for which that is impossible or not smaller is sent unchanged from `flat`.
 
         Returns:
-            Per range its payload, None where it travels as it is.
+            Per range its payload, None if it is sent from `flat`.
         """
         if not small and self._residual is None:
             return [None] * len(ranges)
@@ -272,14 +272,14 @@ class BucketCodec:
         return found
 
     def keep(self, left: torch.Tensor | None) -> None:
-        """What `pack` gave has been sent."""
+        """Store the new residual, once the bytes from `pack` have been sent."""
         self._residual = None if left is None else left.to(self._bucket.flat.device)
         self._fence = self._streams.give_one(KEPT, self._bucket.flat)
 
     # ---- state ----------------------------------------------------------------------------------------------
 
     def residuals(self) -> list[torch.Tensor] | None:
-        """What is left to send, one tensor per parameter; None where nothing is."""
+        """Return the residual, one tensor per parameter; None if there is none."""
         if self._residual is None:
             return None
         self._order()
@@ -287,7 +287,7 @@ class BucketCodec:
         return [view.clone() for view in self._bucket.split(padded)]
 
     def load(self, residuals: list[torch.Tensor] | None) -> None:
-        """Replace what is left to send."""
+        """Replace the residual."""
         self._order()
         self._residual = None
         if residuals is not None:
@@ -299,7 +299,7 @@ class BucketCodec:
 
 
 def _rows(param: torch.Tensor) -> int:
-    """Length of the outermost dimension in memory, 0 for what is no matrix."""
+    """Return the length of the outermost dimension in memory, 0 with fewer than two dimensions."""
     if param.dim() < 2:
         return 0
     strides = memory_format_of(param)
@@ -307,6 +307,6 @@ def _rows(param: torch.Tensor) -> int:
 
 
 def _orthonormal(columns: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis that contains the span of `columns`; complete where these are dependent or zero."""
+    """Return an orthonormal basis whose span contains `columns`; of full rank even if these are dependent or zero."""
     basis: torch.Tensor = torch.linalg.qr(columns)[0].contiguous()
     return basis

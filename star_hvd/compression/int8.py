@@ -1,7 +1,7 @@
-"""A vector as 8-bit integers with one scale per block, for what travels from one rank to another.
+"""Encodes a vector as 8-bit integers with one scale per block, for transfers from one rank to another.
 
-A block's scale is its largest magnitude over 127. Nothing is random: who encodes knows exactly what is decoded, and
-keeps the difference for the next time (error feedback).
+A block's scale is its largest magnitude over 127. Rounding is deterministic: the sender knows exactly what the receiver
+decodes, and keeps the difference for its next transfer (error feedback).
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 
 __all__ = ["BLOCK", "decode", "encode", "size_bytes"]
 
-BLOCK = 1024  # Scales add 0.4 % to what travels; in larger blocks one large value costs more of the others' precision.
+BLOCK = 1024  # Scales add 0.4 % to the size; in larger blocks, one large value costs more values their precision.
 _MOST = 127
 
 
 def size_bytes(numel: int) -> int:
-    """Size of an encoded vector of `numel` elements."""
+    """Return the size of an encoded vector of `numel` elements."""
     return 4 * _blocks(numel) + numel
 
 
@@ -31,12 +31,12 @@ def encode(vector: torch.Tensor) -> bytes:
 
 
 def decode(payload: bytes | bytearray | memoryview, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """The vector that `encode` stands for, in float32 or float64. Where a value was no number, so is its block here.
+    """Decode the result of `encode` to float32 or float64. If a value was not finite, its whole block is not.
 
     Args:
-        payload: Of `size_bytes(numel)` bytes.
-        numel: Elements.
-        dtype: Type of the vector.
+        payload: `size_bytes(numel)` bytes.
+        numel: Number of elements.
+        dtype: dtype of the vector.
     """
     if not numel:
         return torch.empty(0, dtype=dtype)

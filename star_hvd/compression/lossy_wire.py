@@ -1,8 +1,8 @@
-"""`Compression.auto`: the form in which all ranks reduce a step's gradients, and what each rank still has to send.
+"""`Compression.auto`: the form in which all ranks reduce a step's gradients, and each rank's residual.
 
-The leading member measures steps and asks for a form in the header of every step. All ranks read the same header in the
-same step, so the next one has that form on all of them. When another plan begins, gradients travel as they are until
-the leader of that plan has asked again: ranks that join have read none of the headers before.
+The leading member measures steps and requests a form in the header of every step. All ranks read the same header in the
+same step, so the next step has that form on all of them. When another plan begins, gradients are sent uncompressed
+until that plan's leader has requested a form: ranks that join have not read the earlier headers.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ STATE_KEY = "star_compression"
 
 
 class LossyWire(Wire):
-    """See the module's text. The engine calls it under its lock, `decode` as the owner of the step in flight.
+    """The forms and residuals of one optimizer, see the module docstring. The engine calls it under the engine's lock,
+    `decode` as the owner of the step in flight.
 
-    What is left to send is also read and written by the training thread, for a checkpoint, and by the thread that sends
-    late gradients; a lock of its own is around each use of it.
+    The residuals are also read and written by the training thread, for a checkpoint, and by the thread that sends late
+    gradients; `_lock` is held during each use.
 
     Args:
         buckets: The optimizer's buckets, extended in place when parameters are added.
-        choice: Chooses the form to ask for.
+        choice: Chooses the form to request.
         clock: The time in seconds; only differences count.
     """
 
@@ -55,7 +56,7 @@ class LossyWire(Wire):
         self._lock = ordered_lock("LossyWire._lock")
         self._codecs: list[BucketCodec] = []
         self.forbidden = ""
-        self._to_servers: ServerPushes | None = None  # Of the last mode with servers.
+        self._to_servers: ServerPushes | None = None  # For the last mode with servers.
         self._early: tuple[Mapping[str, Any], Mapping[torch.nn.Parameter, int]] | None = None
         self._owner = uuid.uuid4().hex
         self._rank = 0
@@ -107,7 +108,7 @@ class LossyWire(Wire):
             sums = [(codec, found) for codec in self._codecs if (found := codec.to_check()) is not None]
         if not sums:
             return
-        self._streams.await_host()  # Once, and without the lock.
+        self._streams.await_host()  # Once for all buckets, and without the lock.
         infinite = [codec for codec, found in sums if not math.isfinite(float(found))]
         with self._lock:
             for codec in infinite:
@@ -136,11 +137,11 @@ class LossyWire(Wire):
         return PushCodec(self, self._rank)
 
     def pack(self, flats: Sequence[torch.Tensor], *, small: bool) -> bytes | None:
-        """What is sent to one rank for contributions to all buckets; what that leaves is in the next contribution.
+        """Return the bytes to send to one rank for contributions to all buckets; keep the residuals for the next one.
 
         Args:
             flats: Gradients times weight, then the weight, per bucket.
-            small: Whether as int8; None where that is impossible for one of them, and nothing is changed then.
+            small: Whether as int8; if that is impossible for any bucket, returns None and changes nothing.
         """
         with self._lock:
             made = [codec.pack(flat, small=small) for codec, flat in zip(self._codecs, flats, strict=True)]
@@ -158,14 +159,14 @@ class LossyWire(Wire):
         return self._to_servers
 
     def shrink(self, bucket: Bucket, ranges: Sequence[tuple[int, int]], *, small: bool) -> list[bytes | None]:
-        """See `BucketCodec.shrink`; of the bucket's own buffer."""
+        """Encode the bucket's own buffer, see `BucketCodec.shrink`."""
         with self._lock:
             return self._codecs[bucket.index].shrink(bucket.flat, ranges, small=small)
 
     # ---- what the wrapper calls -----------------------------------------------------------------------------
 
     def forbid(self, reason: str) -> None:
-        """Ask for no lossy form from now on."""
+        """Request no lossy form from now on."""
         self.forbidden = reason
         self._ask()
 
@@ -174,15 +175,15 @@ class LossyWire(Wire):
         return found if self._to_servers is None else f"{found}; {self._to_servers.explain()}"
 
     def state(self, indices: Mapping[torch.nn.Parameter, int]) -> dict[str, Any] | None:
-        """For a checkpoint: what this rank still has to send; None where nothing is.
+        """Return this rank's residuals for a checkpoint, None if there are none.
 
         Args:
-            indices: Places of the parameters in the optimizer's groups.
+            indices: Positions of the parameters in the optimizer's groups.
         """
         found: dict[int, torch.Tensor] = {}
         with self._lock:
             left = [codec.residuals() for codec in self._codecs]
-        for bucket, residuals in zip(self._buckets, left, strict=False):  # None before the first world.
+        for bucket, residuals in zip(self._buckets, left, strict=False):  # No codecs before the first world.
             if residuals is not None:
                 found |= {indices[param]: value for param, value in zip(bucket.params, residuals, strict=True)}
         if not found:
@@ -190,9 +191,9 @@ class LossyWire(Wire):
         return {"owner": self._owner, "rank": self._rank, "world_size": self._world_size, "residuals": found}
 
     def load(self, state: Mapping[str, Any] | None, indices: Mapping[torch.nn.Parameter, int]) -> None:
-        """Take what `state` gave on this rank; without it, or with another rank's, nothing is left to send."""
+        """Load what `state` returned on this rank; without it, or with another rank's, there is no residual."""
         state = state or {}
-        if not self._codecs:  # An elastic job loads what it saved before its first world begins.
+        if not self._codecs:  # An elastic job loads its saved state before its first world begins.
             self._early = state, indices
             return
         place = state.get("rank"), state.get("world_size")

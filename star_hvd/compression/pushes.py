@@ -1,9 +1,9 @@
-"""Late gradients of `subgroup` under `Compression.auto`: as they are, or as int8 with error feedback.
+"""Late gradients of `subgroup` under `Compression.auto`: uncompressed, or as int8 with error feedback.
 
-What int8 does not carry stays with this rank, in the same memory as what a reduction did not carry (`BucketCodec`): it
-is in the next push, or in the rank's next contribution once it reduces again, and in `state_dict()`.
+The residual of int8 stays with this rank, in the same memory as the residual of a reduction (`BucketCodec`). It is
+added to the next push, or to the rank's next contribution once it reduces again, and is part of `state_dict()`.
 
-A push of whole gradients and one of int8 have different sizes, so the parent knows by its size which one came.
+An uncompressed push and one of int8 have different sizes, by which the parent tells them apart.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Residuals(Protocol):
 
 
 class PushCodec:
-    """Makes one rank's pushes, in the form that takes the shorter time; used by one thread at a time.
+    """Encodes one rank's pushes in the form that takes less time; used by one thread at a time.
 
     Args:
-        residuals: What this rank has left to send.
+        residuals: Encodes, and keeps this rank's residuals.
         rank: This rank.
         choice: Chooses the form.
     """
@@ -50,7 +50,7 @@ class PushCodec:
         self._small = False
 
     def pack(self, flats: Sequence[torch.Tensor]) -> bytes:
-        """What is sent for contributions to all buckets: gradients times weight, then the weight."""
+        """Return the bytes to send for contributions to all buckets: gradients times weight, then the weight."""
         wanted = self.choice.small and not self._residuals.forbidden
         body = self._residuals.pack(flats, small=True) if wanted else None
         self._small = body is not None
@@ -60,7 +60,7 @@ class PushCodec:
         return body
 
     def took(self, time_s: float) -> None:
-        """The last push took this long, with encoding, decoding and the parent's answer."""
+        """Note how long the last push took, including encoding, decoding and the parent's answer."""
         if self._residuals.forbidden:
             return
         if self.choice.observe(self._small, time_s):
@@ -68,7 +68,7 @@ class PushCodec:
 
 
 def whole_bytes(total: torch.Tensor, weight: float, dtype: torch.dtype) -> bytes:
-    """A contribution as it is: the vector, then the weight, in the bucket's type."""
+    """Return an uncompressed contribution: the vector, then the weight, in the bucket's dtype."""
     flat = torch.empty(total.numel() + 1, dtype=dtype, device="cpu")
     flat[:-1] = total
     flat[-1] = weight
@@ -76,9 +76,10 @@ def whole_bytes(total: torch.Tensor, weight: float, dtype: torch.dtype) -> bytes
 
 
 def small_bytes(total: torch.Tensor, weight: float, dtype: torch.dtype) -> tuple[bytes, torch.Tensor] | None:
-    """A contribution as int8, and what of `total` it leaves; None where it has no number for some value, or no gain.
+    """Return a contribution as int8, and the residual of `total`; None if a value is not finite or int8 not smaller.
 
-    The weight travels whole. What is left is measured in the bucket's type, which is what the parent gets.
+    The weight is sent in full precision. The residual is relative to the decoded vector in the bucket's dtype, which is
+    what the parent gets.
     """
     if not _smaller(total.numel(), dtype) or (made := _encoded(total, dtype)) is None:
         return None
@@ -87,7 +88,7 @@ def small_bytes(total: torch.Tensor, weight: float, dtype: torch.dtype) -> tuple
 
 
 def shrunk(part: torch.Tensor, dtype: torch.dtype) -> tuple[bytes, torch.Tensor] | None:
-    """Some elements as int8, and what the receiver makes of them; None as in `small_bytes`."""
+    """Return some elements as int8, and as the receiver decodes them; None as in `small_bytes`."""
     return _encoded(part, dtype) if int8.size_bytes(part.numel()) < part.numel() * dtype.itemsize else None
 
 
@@ -98,10 +99,10 @@ def _encoded(total: torch.Tensor, dtype: torch.dtype) -> tuple[bytes, torch.Tens
 
 
 def unpack(body: bytes | bytearray, buckets: Sequence[Bucket]) -> list[torch.Tensor]:
-    """The contributions of a push in host memory, one per bucket.
+    """Return the contributions of a push in host memory, one per bucket.
 
     Raises:
-        ChannelError: The size is none that a push for these buckets can have.
+        ChannelError: The size fits neither form of a push for these buckets.
     """
     whole = [(bucket.numel + 1) * bucket.flat.element_size() for bucket in buckets]
     if len(body) == sum(whole):

@@ -1,8 +1,8 @@
-"""Pushes to parameter servers under `Compression.auto`: as they are, or as int8 with error feedback.
+"""Pushes to parameter servers under `Compression.auto`: uncompressed, or as int8 with error feedback.
 
-Blocks of steps with either form take turns; int8 is kept only where steps become 3 % shorter (`OffSwitch`). What it
-does not carry stays with the rank, as after a reduction (`BucketCodec`). The buffer that is pushed becomes what the
-servers make of it: a push that comes too late for the mode, for example, is kept as that.
+Blocks of steps alternate between the two forms; int8 is kept only if it makes steps 3 % shorter (`OffSwitch`). Its
+residual stays with the rank, as after a reduction (`BucketCodec`). The pushed buffer is overwritten with the values
+that the servers decode, so that a push which is kept, for example because it comes too late for the mode, has these.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Residuals(Protocol):
 
 
 class ServerPushes:
-    """The form of one rank's pushes in one mode; used by the training thread.
+    """Chooses the form of one rank's pushes in one mode; used by the training thread.
 
     Args:
-        residuals: What this rank has left to send.
+        residuals: Encodes, and keeps this rank's residuals.
         rank: This rank.
         switch: Chooses the form.
         clock: The time in seconds; only differences count.
@@ -50,17 +50,17 @@ class ServerPushes:
         self._ended_s: float | None = None
 
     def shrink(self, bucket: Bucket, ranges: Sequence[tuple[int, int]]) -> list[bytes | None]:
-        """What is sent for the ranges of a bucket that is whole; None where it is the bucket's own elements."""
+        """Return the payload for each range of a complete bucket; None if the bucket's own elements are sent."""
         small = self.switch.on and not self._residuals.forbidden
         return self._residuals.shrink(bucket, ranges, small=small)
 
     def ended(self) -> None:
-        """A push has its result, and the next step begins."""
+        """Note that a push has its result and the next step begins."""
         now_s = self._clock()
         if self._ended_s is not None and not self._residuals.forbidden and self.switch.note(now_s - self._ended_s):
             logger.info("rank %d: %s", self._rank, self.explain())
         self._ended_s = now_s
 
     def explain(self) -> str:
-        """What was measured."""
+        """Describe what was measured."""
         return self.switch.describe("int8 for pushes to servers")

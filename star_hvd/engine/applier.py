@@ -1,8 +1,8 @@
-"""Applying a reduced step to parameters: to the live ones, or to a shadow copy while their rank computes on them.
+"""Apply a reduced step to the live parameters, or to a shadow copy while their rank still computes on them.
 
-A rank that is behind still computes on old parameters, so no other thread may change them. Its helper applies the
-closed steps to a shadow, made only then, with the same optimizer class, state and hyperparameters; the rank takes the
-shadow over at its next step. The same sequence of the same operations on the same numbers gives bit-equal replicas.
+A rank that is behind still computes on old parameters, so no other thread may change them. Its helper creates a shadow
+with the same optimizer class, state and hyperparameters, and applies the closed steps there; the rank takes the shadow
+over at its next step. Replicas stay bit-equal, since all run the same operations on the same numbers in the same order.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from star_hvd.engine.hyperparameters import HyperRow
 
 __all__ = ["Applier", "Shadow", "place_state", "replayable", "steps_by_bucket"]
 
-# These keep everything in `param_groups` and `state`, so a copy of both is a copy of the optimizer.
+# These keep all their state in `param_groups` and `state`, so copying both copies the optimizer.
 _KNOWN = (
     torch.optim.SGD,
     torch.optim.Adam,
@@ -39,15 +39,15 @@ _KNOWN = (
 
 
 def replayable(base: type[torch.optim.Optimizer]) -> bool:
-    """Whether helpers may replay steps of this class; a subclass may keep state elsewhere, so it is fetched."""
+    """Whether helpers may replay steps of this class; a subclass may keep other state, so its state is fetched."""
     return base in _KNOWN
 
 
 def steps_by_bucket(base: type[torch.optim.Optimizer]) -> bool:
-    """Whether steps on parts of the parameters, one after the other, are bit for bit one step on all of them.
+    """Whether stepping parts of the parameters one after the other is bit-equal to one step on all of them.
 
-    So it is where an update of a parameter reads its own gradient and state only. Of a class that is not torch's own
-    that is not known.
+    True where the update of a parameter reads only its own gradient and state; for classes outside torch that is
+    unknown, so False.
     """
     return base in (*_KNOWN, torch.optim.Adafactor, torch.optim.Muon)
 
@@ -56,13 +56,13 @@ class Applier:
     """Steps the live parameters of one optimizer.
 
     Args:
-        optimizer: The optimizer whose `param_groups` and `state` are live; kept alive by this.
+        optimizer: The optimizer whose `param_groups` and `state` are live; referenced strongly from here.
         base: The user's optimizer class; its `step` is the update rule.
         buckets: The optimizer's buckets, extended in place when parameters are added.
         hyper: Layout of the hyperparameters.
         max_grad_norm: Norm to which the averaged gradient is clipped, None for no clipping.
         streams: Makes the fences for the buckets' devices.
-        wrapped: Refers to the object that the user has of it and its step hooks are given.
+        wrapped: Weak reference to the wrapper that the user holds, which is what step hooks receive.
     """
 
     def __init__(
@@ -86,28 +86,28 @@ class Applier:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, as the user has it."""
+        """The optimizer as the user sees it: the wrapper while it exists."""
         return (self._wrapped() if self._wrapped is not None else None) or self._optimizer
 
     def step(self, row: Sequence[float] | None, *, clip: bool = True) -> Any:
-        """Apply the gradients that are in `param.grad` now, with the step's hyperparameters."""
+        """Apply the gradients now in `param.grad`, with the step's hyperparameters."""
         if clip:
-            self.clip()  # The averaged gradient is equal on all ranks, so the factor is equal too.
+            self.clip()  # The averaged gradient is the same on all ranks, so the clipping factor is too.
         with self.hyper.applied(self.optimizer.param_groups, row):
             return self.base.step(self.optimizer)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """The parameter groups as they are now, without their parameters, to apply a step later with `step_bucket`."""
+        """Return the current parameter groups without their parameters, for a later `step_bucket`."""
         groups = self.optimizer.param_groups
         return [{key: _own(value) for key, value in group.items() if key != "params"} for group in groups]
 
     def step_bucket(self, bucket: Bucket, groups: Sequence[dict[str, Any]], row: Sequence[float] | None) -> None:
-        """Apply the gradients of one bucket's parameters that are in `param.grad` now. No step hooks run.
+        """Apply the gradients now in `param.grad` of one bucket's parameters. Step hooks do not run.
 
         Args:
             bucket: The bucket.
-            groups: What `hyperparameters` gave.
-            row: The step's hyperparameters, which go before those.
+            groups: Returned by `hyperparameters`.
+            row: The step's hyperparameters, which override those in `groups`.
         """
         optimizer, own = self.optimizer, self.optimizer.param_groups
         chosen = set(bucket.params)
@@ -123,19 +123,19 @@ class Applier:
                 optimizer.param_groups = own
 
     def clip(self) -> None:
-        """Clip the gradients that are in `param.grad` now to `max_grad_norm`, if one is set."""
+        """Clip the gradients now in `param.grad` to `max_grad_norm`, if one is set."""
         if self.max_grad_norm is not None:
             params = [param for bucket in self.buckets for param in bucket.params]
             torch.nn.utils.clip_grad_norm_(params, self.max_grad_norm)
 
     def tensors(self) -> list[torch.Tensor]:
-        """Parameters, buffers and optimizer state: what a copy of all this reads."""
+        """Return parameters, buffers and optimizer state: everything a copy of this reads."""
         params = [param for bucket in self.buckets for param in bucket.params]
         states = (value for param in params for value in self.optimizer.state.get(param, {}).values())
         return [*params, *(b.flat for b in self.buckets), *(v for v in states if isinstance(v, torch.Tensor))]
 
     def step_with(self, means: Sequence[torch.Tensor], row: Sequence[float] | None) -> None:
-        """Apply the averaged gradients of a step this rank was late for. The user's step hooks do not run."""
+        """Apply the averaged gradients of a step this rank was late for. Step hooks do not run."""
         for bucket, mean in zip(self.buckets, means, strict=True):
             bucket.flat.copy_(mean)
             for param, view in zip(bucket.params, bucket.views, strict=True):
@@ -144,7 +144,7 @@ class Applier:
             self.step(row)
 
     def checksum(self) -> int:
-        """24 bits over the parameters' bytes, equal on replicas that are bit-equal."""
+        """Return 24 bits computed over the parameters' bytes, equal on bit-equal replicas."""
         sums = []
         for bucket in self.buckets:
             for param in bucket.params:
@@ -173,12 +173,12 @@ class Shadow:
     """A copy of the parameters and the optimizer state on which closed steps are replayed.
 
     Args:
-        applier: The live side; it must not change while the copy is made.
+        applier: The live parameters; they must not change while the copy is made.
         step: Steps applied to the live parameters so far.
 
     Attributes:
-        written: Behind the latest change of this copy.
-        read: Behind others' copying of it: no change may overtake them.
+        written: Fence behind the latest change of this copy.
+        read: Fences behind other threads' reads of it; the next change must come after them.
     """
 
     def __init__(self, applier: Applier, step: int) -> None:
@@ -210,7 +210,7 @@ class Shadow:
         self.step += 1
 
     def fill(self, write: Callable[[Sequence[Bucket], torch.optim.Optimizer], None]) -> None:
-        """Let `write` put other parameters and state into the copy."""
+        """Have `write` overwrite the copy's parameters and state."""
         write(self.applier.buckets, self.applier.optimizer)
 
     def take_over(self) -> None:
@@ -231,11 +231,11 @@ class Shadow:
 def place_state(
     optimizer: torch.optim.Optimizer, param: torch.nn.Parameter, state: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """State of a parameter that came through host memory, where the optimizer wants it.
+    """Return a parameter's optimizer state, which came through host memory, on the devices the optimizer expects.
 
-    What has the parameter's shape goes to its device. Scalars, `step` for example, stay where the optimizer has them
-    already; without any it wants them on the host, except where its kernels read them (capturable, fused) and in ASGD,
-    which always makes them on the device (see "special device hosting for step" in torch.optim).
+    Tensors with dimensions go to the parameter's device. Scalars such as `step` go where the optimizer already has
+    them; if it has none yet, to the host, except where its kernels read them (capturable, fused) and in ASGD, which
+    always creates them on the device (see "special device hosting for step" in torch.optim).
     """
     group = next((g for g in optimizer.param_groups if any(p is param for p in g["params"])), {})
     on_device = bool(group.get("capturable") or group.get("fused")) or isinstance(optimizer, torch.optim.ASGD)
@@ -259,7 +259,7 @@ def _copy_optimizer(
     base: type[torch.optim.Optimizer],
     twin: dict[torch.nn.Parameter, torch.nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """The same optimizer over the twins of its parameters; frozen parameters are shared."""
+    """Copy the optimizer, over the twins of its parameters; frozen parameters are shared."""
     copied: torch.optim.Optimizer = object.__new__(base)
     plain = {k: v for k, v in optimizer.__dict__.items() if not k.startswith("_star") and k != "step"}
     copied.__dict__.update(plain)
@@ -278,5 +278,5 @@ def _copy_optimizer(
 
 
 def _own(value: Any) -> Any:
-    """A private copy of a tensor hyperparameter; other values are immutable."""
+    """Copy a tensor hyperparameter; other values are immutable."""
     return value.clone() if isinstance(value, torch.Tensor) else value

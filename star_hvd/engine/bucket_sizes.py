@@ -1,4 +1,4 @@
-"""How large the buckets of an optimizer are, and which parameters share one."""
+"""Choose the sizes of an optimizer's buckets, and which parameters share one."""
 
 from __future__ import annotations
 
@@ -6,26 +6,25 @@ from collections.abc import Sequence
 
 __all__ = ["limits_of", "partition"]
 
-_LEAST_BUCKETS = 4  # Otherwise the first gradients of a small network would wait for its last ones.
-_SMALL_BUCKETS = 16  # Where a bucket is what the forward pass waits for, and what others wait behind.
-# Of a small bucket, where that leaves four of them: each costs a negotiation and a step of the optimizer. 1 MB of
-# gradients, 4 ranks on 2 cores: a step took 194 ms with 16 buckets, 132 with 8, 95 with 4 at 200 Mbit/s (Horovod 91),
-# and 286, 300, 326 at 50 Mbit/s (Horovod 331).
+_LEAST_BUCKETS = 4  # With fewer, the first gradients of a small network would wait for its last ones.
+_SMALL_BUCKETS = 16  # Where the forward pass waits for each bucket by itself, or other buckets queue behind it.
+# Lower bound for a small bucket, as long as that leaves four of them: each costs a negotiation and an optimizer step.
+# 1 MB of gradients, 4 ranks on 2 cores: a step took 194 ms with 16 buckets, 132 with 8, 95 with 4 at 200 Mbit/s
+# (Horovod 91), and 286, 300, 326 at 50 Mbit/s (Horovod 331).
 _SMALL_BYTES = 256 * 1024
 
 
 def limits_of(size_bytes: int, most_bytes: int, *, by_bucket: bool) -> list[int]:
-    """Most bytes of each bucket, in the order of backward; the last limit is that of all further ones.
+    """Return the size limit of each bucket, in backward order; the last limit applies to all further buckets.
 
-    The first bucket is small, so that the link has work soon after backward has begun (PyTorch's DDP
-    does the same), and each further one is up to twice as large: while a link that is slower than backward sends one
-    bucket, backward fills the next. A quarter of the gradient is the most.
+    The first bucket is small, so that the link has work soon after backward starts (as in PyTorch's DDP). Each further
+    one is up to twice as large: while a link slower than backward sends one bucket, backward fills the next. No limit
+    exceeds a quarter of the gradient.
 
     Args:
-        size_bytes: Of all gradients.
+        size_bytes: Size of all gradients.
         most_bytes: The user's limit.
-        by_bucket: Whether each bucket is waited for by itself, behind which the next forward pass begins: then all have
-            the small size.
+        by_bucket: Whether the next forward pass waits for each bucket by itself: then all have the small size.
     """
     quarter = max(1, -(-size_bytes // _LEAST_BUCKETS))
     small = max(-(-size_bytes // _SMALL_BUCKETS), min(_SMALL_BYTES, quarter))
@@ -38,17 +37,17 @@ def limits_of(size_bytes: int, most_bytes: int, *, by_bucket: bool) -> list[int]
 
 
 def partition(sizes_bytes: Sequence[int], limits_bytes: Sequence[int]) -> list[list[int]]:
-    """Cut a sequence of sizes into consecutive runs within these limits; a larger item stands alone.
+    """Cut a sequence of sizes into consecutive runs within these limits; a larger item gets a run of its own.
 
     Every index appears exactly once (torchft's bucketing advances by the capacity and loses tensors that did not fit;
     the test replays its failing sizes).
 
     Args:
-        sizes_bytes: Of the items, in order.
-        limits_bytes: Of the runs, in order; the last one is that of all further runs.
+        sizes_bytes: Sizes of the items, in order.
+        limits_bytes: Limits of the runs, in order; the last one applies to all further runs.
 
     Raises:
-        ValueError: There is no limit, or one is not positive.
+        ValueError: There are no limits, or one is not positive.
     """
     if not limits_bytes or min(limits_bytes) < 1:
         raise ValueError(f"limits of buckets are {list(limits_bytes)} bytes; expected at least 1 each")

@@ -1,10 +1,10 @@
-"""Flat gradient buffers: parameters packed in reverse registration order, one weight element behind each.
+"""Flat gradient buffers: parameters packed in reverse registration order, followed by one weight element.
 
-A bucket's buffer holds w * g followed by w, so one sum over the ranks gives sum(w * g) and sum(w), and their quotient
-is the mean whatever the ranks contributed: whole gradients, late ones, gradients of unequal batches, or nothing.
+A bucket's buffer holds w * g followed by w, so one sum over the ranks gives sum(w * g) and sum(w). Their quotient is
+the mean, whatever the ranks contributed: fresh gradients, late ones, gradients of unequal batches, or nothing.
 
-A gradient has its parameter's memory format (`channels_last` for example), as autograd would give it: fused optimizers
-pair the elements of parameter and gradient by their place in memory, and do not say so where the formats differ.
+A gradient has its parameter's memory format (e.g. `channels_last`), as autograd would give it: fused optimizers pair
+the elements of parameter and gradient by memory position, and do not report differing formats.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Key = tuple[torch.dtype, torch.device]
 
 
 def _wire_dtype(dtype: torch.dtype, fp16: bool) -> torch.dtype:
-    """Type that travels. Horovod rejects bfloat16, so it travels as float32; fp16 compression halves wide floats."""
+    """Type used on the wire: Horovod rejects bfloat16, so float32 replaces it; fp16 compression halves wide floats."""
     if dtype == torch.bfloat16:
         return torch.float16 if fp16 else torch.float32
     if fp16 and dtype in (torch.float32, torch.float64):
@@ -36,12 +36,12 @@ class Bucket:
     """One flat buffer and the parameters whose gradients live in it.
 
     Attributes:
-        index: Position among the buckets of the optimizer; part of the collective's name.
+        index: Position among the optimizer's buckets; part of the collective's name.
         params: The parameters, in buffer order.
         flat: Shape (numel + 1,): the gradients, then the weight.
         views: One view of `flat` per parameter, in the parameter's shape and memory format.
-        wire: The tensor that is reduced; `flat` itself unless the type has to change on the wire.
-        tail: Elements behind `flat` in the same memory that are reduced with it, for the step's header.
+        wire: The tensor that is reduced; `flat` itself unless it travels in another type.
+        tail: Number of elements behind `flat` in the same memory that are reduced with it, for the step's header.
     """
 
     index: int
@@ -53,39 +53,39 @@ class Bucket:
 
     @property
     def can_carry(self) -> bool:
-        """Whether a header can travel behind the weight: it needs float32 in host memory."""
+        """Whether a header can travel behind the weight: that requires float32 in host memory."""
         return self.flat.dtype == torch.float32 and self.wire is self.flat and not self.flat.is_cuda
 
     def carry(self, tail: int) -> None:
-        """Make room for `tail` elements behind the weight; the contents of the buffer are lost."""
+        """Reserve `tail` elements behind the weight; the buffer's contents are lost."""
         self.tail = tail
         self.flat = self.wire = self.new_flat()
         self.views = tuple(_views(self.flat, self.params))
 
     @property
     def numel(self) -> int:
-        """Number of gradient elements, the weight not counted."""
+        """Number of gradient elements, without the weight."""
         return self.flat.numel() - 1
 
     def new_flat(self) -> torch.Tensor:
-        """Another zeroed buffer of the same shape, for a proxy contribution; with the tail behind it."""
+        """Return another zeroed buffer of the same shape, with the tail behind it, for a proxy contribution."""
         size = self.flat.numel()
         return torch.zeros(size + self.tail, dtype=self.flat.dtype, device=self.flat.device)[:size]
 
     @property
     def average_dtype(self) -> torch.dtype:
-        """Type in which parameters and optimizer state are averaged: float32, or float64 where that is their own."""
+        """Type in which parameters and optimizer state are averaged: float64 for float64 parameters, else float32."""
         return torch.float64 if self.flat.dtype == torch.float64 else torch.float32
 
     def new_average(self) -> torch.Tensor:
-        """A zeroed buffer for an average of the parameters: they are reduced as they are, whatever gradients travel as.
+        """Return a zeroed buffer for an average of the parameters, which are reduced without compression.
 
         Shape (numel + 1,), type `average_dtype`.
         """
         return torch.zeros(self.flat.numel(), dtype=self.average_dtype, device=self.flat.device)
 
     def to_wire(self, flat: torch.Tensor) -> torch.Tensor:
-        """What is reduced for `flat`: the buffer itself, with its tail, or a copy in the wire's type."""
+        """Return the tensor to reduce for `flat`: the buffer itself with its tail, or a copy in the wire's type."""
         if self.tail:
             return flat.as_strided((flat.numel() + self.tail,), (1,))
         if self.wire.dtype == flat.dtype:
@@ -94,16 +94,16 @@ class Bucket:
         return target.copy_(flat)
 
     def from_wire(self, wire: torch.Tensor, flat: torch.Tensor) -> None:
-        """Bring the reduced values back into `flat`."""
+        """Copy the reduced values back into `flat`."""
         if wire.dtype != flat.dtype:
             flat.copy_(wire)
 
     def split(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Views of another buffer of this bucket, one per parameter."""
+        """Return views of another buffer of this bucket, one per parameter."""
         return _views(flat, self.params)
 
     def adopt(self, position: int) -> None:
-        """Make the gradient of one parameter a view of the buffer, copying it there if it is elsewhere."""
+        """Make one parameter's gradient a view of the buffer, copying it there if it is elsewhere."""
         param, view = self.params[position], self.views[position]
         if param.grad is view:
             return
@@ -123,12 +123,12 @@ def _views(flat: torch.Tensor, params: Iterable[torch.nn.Parameter]) -> list[tor
 
 
 def memory_format_of(param: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a dense tensor of its own in the memory format of `param`."""
+    """Return the strides that a dense tensor in the memory format of `param` has."""
     return torch.empty_like(param, device="meta").stride()
 
 
 def in_format_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """`value` in the memory format of `param`, copied only where it has the same shape and another format."""
+    """Return `value` in the memory format of `param`; it is copied only if the shapes agree and the formats differ."""
     if value.shape != param.shape or value.stride() == (strides := memory_format_of(param)):
         return value
     return torch.empty_strided(param.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
@@ -137,11 +137,11 @@ def in_format_of(param: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 def pack(
     params: Sequence[torch.nn.Parameter], limits_bytes: int | Sequence[int], *, fp16: bool = False, first_index: int = 0
 ) -> list[Bucket]:
-    """Buckets for `params`, in reverse order because backward produces the last layers' gradients first.
+    """Pack `params` into buckets, in reverse order because backward produces the last layers' gradients first.
 
     Args:
         params: Parameters that require gradients, in registration order.
-        limits_bytes: Most bytes of a bucket in the parameters' own type, or of each (`bucket_sizes.limits_of`).
+        limits_bytes: Size limit of a bucket in the parameters' own type, or one per bucket (`bucket_sizes.limits_of`).
         fp16: Whether wide floats travel as float16 (`Compression.fp16`).
         first_index: Index of the first bucket, when more are added later.
     """
@@ -163,11 +163,11 @@ def pack(
 
 
 class Wire:
-    """How buckets travel: as they are. Of one optimizer; `star_hvd.compression` has the lossy kind.
+    """How one optimizer's buckets travel: here unchanged. `star_hvd.compression` has the lossy version.
 
     Attributes:
-        wanted: Form in which this rank, if it leads, asks for the next step's gradients; 0 is as they are.
-        lossy: Whether gradients of the step to come lose something.
+        wanted: Encoding that this rank, if it leads, requests for the next step's gradients; 0 is unchanged.
+        lossy: Whether the next step's encoding loses information.
         has_tail: Whether a header can travel behind the weight of a bucket that has room for it.
     """
 
@@ -176,43 +176,43 @@ class Wire:
     has_tail: bool = True
 
     def begin(self, streams: Any, rank: int, world_size: int) -> None:
-        """An engine begins, on all ranks alike."""
+        """Start, with the engine, on all ranks alike."""
 
     def restart(self) -> None:
-        """Another plan begins, or buckets were added; some ranks may join that have seen no step before."""
+        """Start over after a new plan or added buckets; ranks may join that have seen no earlier step."""
 
     def name(self, bucket: Bucket) -> str:
-        """Name of what is reduced for a bucket in the step to come."""
+        """Return the name under which the next step's tensor for a bucket is reduced."""
         return f"b{bucket.index}"
 
     def encode(self, bucket: Bucket, flat: torch.Tensor, *, given: bool) -> torch.Tensor:
-        """What is reduced for `flat`; `given` says whether there is a gradient in it."""
+        """Return the tensor to reduce for `flat`; `given` says whether it holds a gradient."""
         return bucket.to_wire(flat)
 
     def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:
-        """Bring the reduced values back into `flat`."""
+        """Copy the reduced values back into `flat`."""
         bucket.from_wire(reduced, flat)
 
     def decoded(self) -> None:
-        """All buckets of a step are decoded, by this thread or before. The host may wait for the device here."""
+        """All buckets of a step are decoded, by this thread or earlier. The host may wait for the device here."""
 
     def arrived(self) -> None:
-        """The training thread waits for the reduction from here on."""
+        """The training thread starts to wait for the reduction."""
 
     def computed(self, ago_s: float) -> None:
-        """The gradient of the step that is waited for was computed on a device so long ago: `arrived` came before."""
+        """The awaited step's gradient was finished on a device `ago_s` seconds ago; `arrived` was called earlier."""
 
     def ended(self, asked: int) -> None:
-        """A step of gradients has ended, whose leader asked for a form of the next one."""
+        """A step of gradients has ended, whose leader requested the encoding `asked` for the next one."""
 
     def packer(self) -> Any:
-        """Makes the bytes of late gradients to a parent (`star_hvd.channel.late_push.Packer`); None: as they are."""
+        """Return the encoder of late gradients to a parent (`star_hvd.channel.late_push.Packer`), None for none."""
         return None
 
     def server_pushes(self) -> Any:
-        """Makes the bytes of pushes to servers (`star_hvd.compression.server_pushes`); None: as they are."""
+        """Return the encoder of pushes to servers (`star_hvd.compression.server_pushes`), None for none."""
         return None
 
     def explain(self) -> str:
-        """How gradients travel and why, for the user; empty where there was no choice."""
+        """Describe for the user how gradients travel and why; empty if there was no choice."""
         return ""

@@ -1,4 +1,4 @@
-"""The few operations an executor needs from a communication library, and Horovod's version of them."""
+"""The few operations an executor needs from a communication library, and their Horovod implementation."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Collective(Protocol):
     core_each: bool
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
-        """Start an in-place sum of `tensor` over all ranks; returns a handle."""
+        """Start an in-place sum of `tensor` over all ranks and return its handle."""
         ...
 
     def poll(self, handle: int) -> bool:
-        """Whether the operation has ended. Only its owner may ask."""
+        """Whether the operation has ended. Only the handle's owner may call this."""
         ...
 
     def finish(self, handle: int) -> None:
-        """Collect the result after `poll` was true. Raises what the operation raised."""
+        """Collect the result after `poll` returned True. Raises the operation's own errors."""
         ...
 
 
@@ -46,7 +46,7 @@ class HorovodCollective:
     def __init__(self, process_set: Any = None) -> None:
         from horovod.torch import mpi_ops
 
-        self._ops = mpi_ops  # An import statement takes as long as a look at a handle.
+        self._ops = mpi_ops  # Importing on each call would take as long as polling a handle.
         self._process_set = process_set if process_set is not None else mpi_ops.global_process_set
         self.core_each = int(mpi_ops.local_size()) <= len(os.sched_getaffinity(0))
 
@@ -55,17 +55,17 @@ class HorovodCollective:
         return int(ops.allreduce_async_(tensor, name=name, op=ops.Sum, process_set=self._process_set))
 
     def poll(self, handle: int) -> bool:
-        # Horovod knows a handle until its result was collected, and refuses to be asked for it afterwards.
+        # Horovod forgets a handle when its result is collected, and raises if it is polled afterwards.
         return handle not in self._ops._handle_map or bool(self._ops.poll(handle))
 
     def finish(self, handle: int) -> None:
         self._ops.synchronize(handle)
 
 
-# Horovod's own wait spins until the end and shows 110 % CPU on waiting ranks: on a host with fewer cores than ranks
-# that slows the rank that all others wait for. So we sleep between looks. Where every rank has a core, the looks of the
-# first milliseconds, as long as an ordinary reduction takes, only give way to others: measured at 2 ranks on 2 cores
-# that brings a step from 1.034 to 1.016 of Horovod's.
+# Horovod's own wait spins until the end and shows 110 % CPU on waiting ranks; on a host with fewer cores than ranks
+# that slows the rank all others wait for. So we sleep between polls. Where every rank has a core, polls in the first
+# milliseconds (the length of an ordinary reduction) only yield: with 2 ranks on 2 cores that cut a step from 1.034 to
+# 1.016 of Horovod's.
 _POLL_S = 0.0001
 _LONG_POLL_S = 0.0005
 _LONG_AFTER_S = 0.005
@@ -78,14 +78,14 @@ def wait_all(
     what: str,
     look: Callable[[], object] | None = None,
 ) -> None:
-    """Wait for operations to end, sleeping between looks.
+    """Wait for operations to end, sleeping between polls.
 
     Args:
-        collective: Whose operations they are.
+        collective: The collective that runs the operations.
         handles: The operations.
         deadline_s: Longest wait.
-        what: What they are for, in the error.
-        look: Called between two looks.
+        what: Their purpose, for the error.
+        look: Called between two polls.
 
     Raises:
         DeadlineError: They did not end within `deadline_s`.

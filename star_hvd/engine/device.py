@@ -1,12 +1,12 @@
-"""Hand-overs of tensors between threads, and with them between the streams of a GPU.
+"""Hand over tensors between threads, and thus between the streams of a GPU.
 
-On a GPU an operation is queued on the current stream of the thread that calls it and runs later; operations of
-different streams run in any order. The training thread works on the user's streams, every other thread of ours on a
-stream of its own, so that a proxy contribution does not queue up behind a late rank's kernels. Wherever a tensor goes
-from one thread to another, its giver therefore makes a `Fence` behind its own work, and the taker has its current
-stream wait for it (`Fence.order`), which blocks no thread. Memory that was allocated on another stream is registered
-with the allocator at the same place. A thread waits (`Fence.wait`, with a deadline) only where the host reads what
-the device computes, and never under the engine's lock.
+On a GPU an operation is queued on the calling thread's current stream and runs later; operations of different streams
+run in any order. The training thread works on the user's streams, every other thread of ours on a stream of its own, so
+that a proxy contribution does not queue behind a late rank's kernels. Wherever a tensor passes from one thread to
+another, the giver therefore creates a `Fence` behind its own work, and the taker has its current stream wait for it
+(`Fence.order`), which blocks no thread. Memory allocated on another stream is registered with the allocator at the same
+point. A thread waits (`Fence.wait`, with a deadline) only where the host reads what the device computes, and never
+under the engine's lock.
 
 All hand-overs, by the name of their fence (T training thread and autograd's, H helper, S tensor server, X
 `star-transmit-N`):
@@ -29,11 +29,11 @@ All hand-overs, by the name of their fence (T training thread and autograd's, H 
 | `applied`     | T, H    | T, H    | the same, with the mean applied                     | `Overlap.wait`          |
 | `host`        | T, S    | host    | what goes to a rank or a server: pushes, snapshots  | `Streams.await_host`    |
 
-No row is needed where the same thread gives and takes, where nothing but host memory passes (the preparer's states, a
-parameter server's answers, everything behind `ps.Client`, headers), and for Horovod: a reduction begins after an event
-that Horovod records on the current stream of the thread that submits; the thread that collects it (`finish`) finds it
-complete, or has its own current stream wait for it. The stand-in thread of `grouped` submits buffers of its own, and
-leaves nothing behind but counts.
+No row is needed where the same thread gives and takes, where only host memory passes (the preparer's states, a
+parameter server's answers, everything behind `ps.Client`, headers), and for Horovod: a reduction starts after an event
+that Horovod records on the current stream of the submitting thread, and the collecting thread (`finish`) finds it
+complete or has its own current stream wait for it. The stand-in thread of `grouped` submits its own buffers and leaves
+only counts behind.
 """
 
 from __future__ import annotations
@@ -93,23 +93,23 @@ class Event(Protocol):
     """A point in a stream's work, `torch.cuda.Event` for example."""
 
     def query(self) -> bool:
-        """Whether the device has got there."""
+        """Whether the device has reached it."""
         ...
 
 
 class Backend(Protocol):
-    """What a kind of device has to offer. `name` is the hand-over's, for tests and traces."""
+    """Interface to a kind of device. `name` is the hand-over's, for tests and traces."""
 
     def queues(self, tensor: torch.Tensor) -> bool:
         """Whether operations on this tensor are queued on streams."""
         ...
 
     def present_stream(self, device: torch.device) -> Any:
-        """The calling thread's current stream of `device`; equal to itself, and hashable."""
+        """Return the calling thread's current stream of `device`; hashable, and equal between calls."""
         ...
 
     def record(self, device: torch.device, name: str, stream: Any = None) -> Event:
-        """An event behind everything that is queued on a stream of `device`, by default the current one."""
+        """Record an event behind all work queued on a stream of `device`, by default the current one."""
         ...
 
     def wait(self, device: torch.device, event: Any, name: str) -> None:
@@ -121,7 +121,7 @@ class Backend(Protocol):
         ...
 
     def own_streams(self, devices: Sequence[torch.device]) -> AbstractContextManager[None]:
-        """Streams of the calling thread's own as its current ones."""
+        """Make streams owned by the calling thread its current ones inside the block."""
         ...
 
 
@@ -153,7 +153,7 @@ class _Cuda:
         made: dict[torch.device, torch.cuda.Stream] = self._of_thread.__dict__.setdefault("streams", {})
         with contextlib.ExitStack() as stack:
             for device in devices:
-                if device not in made:  # Little work that others wait for: it goes before the training's kernels.
+                if device not in made:  # Other ranks wait for this small work: higher priority than training kernels.
                     made[device] = torch.cuda.Stream(device, priority=-1)
                 stack.enter_context(torch.cuda.stream(made[device]))
             yield
@@ -163,11 +163,11 @@ CUDA: Backend = _Cuda()
 
 
 class Fence:
-    """The end of what a thread had queued on some devices when it made this.
+    """The end of the work that a thread had queued on some devices when it created this.
 
     Args:
-        backend: Of the devices.
-        name: The hand-over.
+        backend: Backend of the devices.
+        name: Name of the hand-over.
         events: One per device.
     """
 
@@ -179,14 +179,14 @@ class Fence:
         self._events = events
 
     def done(self) -> bool:
-        """Whether the devices have got there."""
+        """Whether all devices have reached it."""
         return all(event.query() for _, event in self._events)
 
     def order(self, *tensors: torch.Tensor) -> None:
-        """Have the calling thread's current streams go on only behind this fence; the thread itself goes on at once.
+        """Have the calling thread's current streams wait for this fence; the thread itself does not wait.
 
         Args:
-            *tensors: What is taken over, with memory that may be another stream's.
+            *tensors: The tensors taken over, whose memory may belong to another stream.
         """
         for device, event in self._events:
             self._backend.wait(device, event, self.name)
@@ -196,7 +196,7 @@ class Fence:
                     self._backend.register(tensor, self.name)
 
     def wait(self, deadline_s: float = _HOST_DEADLINE_S) -> None:
-        """Block the calling thread until the devices have got there.
+        """Block the calling thread until all devices have reached the fence.
 
         Raises:
             DeadlineError: They did not within `deadline_s`.
@@ -211,26 +211,26 @@ class Fence:
             time.sleep(_POLL_S)
 
 
-DONE = Fence(CUDA, "done", ())  # Of host memory.
+DONE = Fence(CUDA, "done", ())  # For host memory.
 
 
 class Fences:
-    """Fences of several givers, in any thread, for one taker."""
+    """Fences of several givers, from any thread, for one taker."""
 
     __slots__ = ("_fences", "_lock")
 
     def __init__(self) -> None:
-        self._lock = ordered_lock("Fences._lock")  # Nothing is called under it.
+        self._lock = ordered_lock("Fences._lock")  # No calls are made under it.
         self._fences: list[Fence] = []
 
     def add(self, fence: Fence) -> None:
-        """One more to wait for."""
+        """Add a fence to wait for."""
         if fence is not DONE:
             with self._lock:
                 self._fences.append(fence)
 
     def order(self) -> None:
-        """`Fence.order` for all of them; none is left afterwards."""
+        """Call `Fence.order` for all of them and remove them."""
         if self._fences:
             with self._lock:
                 taken, self._fences = self._fences, []
@@ -239,47 +239,47 @@ class Fences:
 
 
 class Streams:
-    """Makes the fences of one optimizer.
+    """Creates the fences of one optimizer.
 
     Args:
         buckets: The optimizer's buckets, extended in place when parameters are added.
-        backend: Of the devices on which they can be.
+        backend: Backend of the devices they can be on.
     """
 
     def __init__(self, buckets: Sequence[Bucket], backend: Backend = CUDA) -> None:
         self._buckets = buckets
         self._backend = backend
-        self._parts_on: dict[int, set[Any]] = {}  # By bucket, the streams that write parts of its gradient.
+        self._parts_on: dict[int, set[Any]] = {}  # Per bucket the streams that write parts of its gradient.
         self.devices: tuple[torch.device, ...] = ()
         self.renew()
 
     def renew(self) -> None:
-        """Buckets were added."""
+        """Update the devices after buckets were added."""
         found = {bucket.flat.device: None for bucket in self._buckets if self._backend.queues(bucket.flat)}
         self.devices = tuple(found)
 
     def give(self, name: str) -> Fence:
-        """A fence behind everything the calling thread has queued on this optimizer's devices."""
+        """Return a fence behind all work the calling thread has queued on this optimizer's devices."""
         if not self.devices:
             return DONE
         return Fence(self._backend, name, [(device, self._backend.record(device, name)) for device in self.devices])
 
     def give_one(self, name: str, tensor: torch.Tensor) -> Fence:
-        """The same for the device of one tensor only."""
+        """Return the same for the device of one tensor only."""
         if not self.devices or not self._backend.queues(tensor):
             return DONE
         return Fence(self._backend, name, [(tensor.device, self._backend.record(tensor.device, name))])
 
     def note_part(self, index: int, flat: torch.Tensor) -> None:
-        """The calling thread has queued a part of what fills a bucket, whose buffer is `flat`; see `gather`."""
+        """Note that the calling thread has queued a part of what fills a bucket's buffer, `flat`; see `gather`."""
         if self.devices and self._backend.queues(flat):
             self._parts_on.setdefault(index, set()).add(self._backend.present_stream(flat.device))
 
     def gather(self, index: int, flat: torch.Tensor) -> None:
-        """The last part of a bucket is queued: the calling thread's current stream goes on only behind all of them.
+        """Have the calling thread's current stream wait for all parts of a bucket, after the last part is queued.
 
         Autograd accumulates each gradient on the stream of the parameter's forward pass, and a program may have
-        several; only behind the whole backward pass are they in order.
+        several; they are in order only after the whole backward pass.
         """
         streams = self._parts_on.pop(index, None)
         if streams is not None and len(streams) > 1:
@@ -289,7 +289,7 @@ class Streams:
                     self._backend.wait(flat.device, self._backend.record(flat.device, PARTS, stream), PARTS)
 
     def await_host(self, deadline_s: float = _HOST_DEADLINE_S) -> None:
-        """Block until everything the calling thread has queued is done, before the host reads it.
+        """Block until all work the calling thread has queued is done, before the host reads its results.
 
         Raises:
             DeadlineError: It was not done within `deadline_s`.
@@ -298,7 +298,7 @@ class Streams:
             self.give(HOST).wait(deadline_s)
 
     def use(self, *tensors: torch.Tensor) -> None:
-        """The calling thread goes on with tensors whose contents are complete, after a reduction for example."""
+        """Register tensors that the calling thread uses from here on, already complete (e.g. after a reduction)."""
         if self.devices:
             for tensor in tensors:
                 if self._backend.queues(tensor):
@@ -309,5 +309,5 @@ class Streams:
         return bool(self.devices) and self._backend.queues(tensor)
 
     def own(self) -> AbstractContextManager[None]:
-        """Streams of the calling thread's own as its current ones; nothing without a GPU."""
+        """Make streams owned by the calling thread its current ones; does nothing without a GPU."""
         return self._backend.own_streams(self.devices) if self.devices else contextlib.nullcontext()

@@ -1,10 +1,9 @@
-"""The tiny tensor that is reduced with every step: agreement, hyperparameters and statistics, in band.
+"""The small vector reduced with every step: agreement, hyperparameters and statistics, in band.
 
-Every rank adds its own numbers and all ranks read the same sums in the same step, so whatever is decided from them is
-decided everywhere alike, without another message. Layout, float32: `_FIXED` common slots, then four slots per
-hyperparameter (the 64 bits of a float64 in four exact 16-bit pieces, filled by one rank only, the leader), then one
-slot per rank: its number of own steps plus one, positive when its gradient is fresh, negative when its helper
-contributed for it.
+Every rank adds its own numbers and all ranks read the same sums in the same step, so decisions based on them are the
+same everywhere without another message. Layout, float32: `_FIXED` common slots; then four slots per hyperparameter
+(the 64 bits of a float64 in four exact 16-bit pieces, filled only by the leader); then one slot per rank: its number
+of own steps plus one, positive if its gradient is fresh, negative if its helper contributed for it.
 """
 
 from __future__ import annotations
@@ -51,18 +50,18 @@ class Contribution:
     Attributes:
         fresh: Whether the rank's own gradient is in this step.
         own_steps: Gradients the rank has computed so far.
-        flag_plan_id_delta: Id of the prepared plan minus the active one, None when no plan is prepared.
-        manual: Whether helpers cannot replay this step (the user works between `synchronize` and `step`).
-        loss: Loss of the batch; NaN where none was recorded, infinite where it was no number.
+        flag_plan_id_delta: Id of the prepared plan minus that of the active one, None when no plan is prepared.
+        manual: Whether helpers cannot replay this step (the user changes gradients between `synchronize` and `step`).
+        loss: Loss of the batch; NaN if none was recorded, infinite if it was not a number.
         weight: Weight of the fresh gradient.
         local_sqr: Weight times squared norm of the local gradient, None when not sampled.
-        folds: Part of the buckets into which a late gradient was folded.
+        folds: Fraction of the buckets into which a late gradient was folded.
         hyper: The leader's hyperparameters, None for the other ranks.
         checksum: 24 bits over the parameters, None when not due.
-        waited: Whether gradients waited for this header: the user works between `backward` and `step`.
-        manual_before: `manual` of the step before, where that became known after its header was on its way.
-        wire: Form that the leader of the members asks for in the next step (`Wire.wanted`), 0 of the other ranks.
-        interval_s: Time between this rank's two latest arrivals, NaN where it is not wanted.
+        waited: Whether gradients waited for this header, as the user's program works between `backward` and `step`.
+        manual_before: `manual` of the previous step, if that became known only after its header was sent.
+        wire: Encoding that the members' leader requests for the next step (`Wire.wanted`), 0 on the other ranks.
+        interval_s: Time between this rank's two latest arrivals, NaN if not wanted.
     """
 
     fresh: bool
@@ -109,7 +108,7 @@ class Header:
         return all(self.fresh[rank] for rank in members)
 
     def leader_of(self, members: Sequence[int]) -> int:
-        """Who leads the next step: the fresh member with the most steps of its own, the lowest one among equals.
+        """Return the next step's leader: the fresh member with the most own steps, on ties the lowest rank.
 
         A rank that was slow for a while has made fewer steps, so its learning-rate schedule is behind; it must not
         lead.
@@ -117,9 +116,9 @@ class Header:
         return max(members, key=lambda rank: self.own_steps[rank] if self.fresh[rank] else -2 - self.own_steps[rank])
 
     def agreed_plan_id_delta(self, world_size: int) -> int | None:
-        """The prepared plan all ranks agree on: all members raised the flag, and for the same plan.
+        """Return the id delta of the plan for which all members raised the flag, None without such a plan.
 
-        Equal counts and equal sums could hide different epochs; a vanishing variance cannot.
+        Equal counts and sums could hide different plan ids; zero variance cannot.
         """
         if self.flag_count != world_size or self.flag_plan_id % world_size:
             return None
@@ -137,7 +136,7 @@ class HeaderCodec:
         self.size = self._ranks_at + world_size
 
     def write(self, rank: int, item: Contribution, out: npt.NDArray[np.float32]) -> None:
-        """Fill `out`, shape (size,), with one rank's contribution."""
+        """Write one rank's contribution into `out`, shape (size,)."""
         out[:] = 0.0
         out[_SLOT["fresh"]] = item.fresh
         if item.flag_plan_id_delta is not None:
@@ -194,7 +193,7 @@ class HeaderCodec:
 
 
 def _same(sums: npt.NDArray[np.float32], count: int) -> bool | None:
-    """Whether all `count` contributed checksums were equal (zero variance in every piece), None without any."""
+    """Whether all `count` contributed checksums are equal (zero variance in every piece), None if there are none."""
     if count < 1:
         return None
     pieces = sums[len(_FIELDS) : len(_FIELDS) + 3].astype(np.float64)

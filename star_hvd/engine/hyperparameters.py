@@ -1,8 +1,8 @@
-"""Hyperparameters as a flat row of numbers, so that a step can use the leader's on every rank.
+"""Encode hyperparameters as a flat row of numbers, so that every rank can apply a step with the leader's values.
 
 Ranks that make different numbers of steps advance their learning-rate schedulers differently. The step's leader sends
-its values in band and all ranks apply the step with them; a rank's own `param_groups` are put back afterwards, so
-its scheduler and the user's own view stay consistent.
+its values in band and all ranks apply the step with them. A rank's own `param_groups` are restored afterwards, so its
+scheduler and the user's view stay consistent.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["HyperRow"]
 
 
 def _numbers(value: Any) -> int:
-    """How many numbers a value stands for; 0 for values that do not travel (None, strings, large tensors)."""
+    """How many numbers a value needs; 0 for values that are not sent (None, strings, large tensors)."""
     if isinstance(value, (bool, int, float)):
         return 1
     if isinstance(value, torch.Tensor) and value.numel() == 1:
@@ -31,7 +31,7 @@ class HyperRow:
     """The numeric entries of all parameter groups, in a fixed order.
 
     Args:
-        groups: The optimizer's `param_groups`; entries that appear later (`initial_lr`) do not travel.
+        groups: The optimizer's `param_groups`; entries added later (`initial_lr`) are not sent.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -44,7 +44,7 @@ class HyperRow:
         self.size = sum(count for _, _, count in self._slots)
 
     def read(self, groups: Sequence[dict[str, Any]]) -> list[float]:
-        """The row of this rank's current values, `size` numbers."""
+        """Return the row of this rank's current values, `size` numbers."""
         row: list[float] = []
         for index, key, count in self._slots:
             value = groups[index][key]
@@ -55,7 +55,7 @@ class HyperRow:
 
     @contextmanager
     def applied(self, groups: Sequence[dict[str, Any]], row: Sequence[float] | None) -> Iterator[None]:
-        """Use `row` inside the block and put this rank's own values back afterwards; None changes nothing."""
+        """Use `row` inside the block and restore this rank's own values afterwards; None changes nothing."""
         if row is None:
             yield
             return
@@ -74,7 +74,7 @@ class HyperRow:
                     groups[index][key] = new
             yield
         finally:
-            for index, key, old in reversed(before):  # Groups may share one tensor: its first value is its own.
+            for index, key, old in reversed(before):  # Groups may share one tensor; the first saved value is its own.
                 current = groups[index][key]
                 if isinstance(current, torch.Tensor):
                     current.copy_(old)
@@ -83,7 +83,7 @@ class HyperRow:
 
 
 def _like(old: Any, numbers: Sequence[float]) -> Any:
-    """`numbers` in the shape and type of `old`."""
+    """Return `numbers` in the shape and type of `old`."""
     if isinstance(old, torch.Tensor):
         return torch.as_tensor(numbers[0], dtype=old.dtype, device=old.device).reshape(old.shape)
     if isinstance(old, (tuple, list)):

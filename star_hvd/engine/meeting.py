@@ -1,9 +1,9 @@
-"""Where all ranks meet: behind a collective of the user's every replica is the same, at the furthest step.
+"""Meetings: points after a user's collective at which all replicas are equal, at the newest step.
 
-In a relaxed mode ranks reach the user's collective at different steps, and steps go on while the first of them wait.
-Once the last rank is here no step begins any more, so what is furthest is fixed; but a rank may still have it on a
-shadow, in a queue, at servers, or on its way. So ranks gather their positions, catch up, and gather again until
-all are at one step. In the usual case, all there already, that is one small all-gather.
+In a relaxed mode ranks reach the user's collective at different steps, and steps continue while the first of them wait.
+Once the last rank has arrived no new step starts, so the newest step is fixed; but a rank may still have it on a
+shadow, in a queue, at servers, or in transit. So ranks gather their positions, catch up, and gather again until all are
+at one step. In the usual case, when all are there already, that is one small all-gather.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ class Position:
         optimizer: Number of the optimizer.
         step: Steps applied to the live parameters.
         next_step: The first step this rank has not wholly submitted.
-        whole: Parameters and optimizer state are those of `step`, with nothing waiting to be applied.
-        out_of_common_steps: Steps are made at servers, at a parent, or locally: only there it is known what is newest.
-        mid_step: Between backward and step: nothing may be changed here now.
-        manual_step: A step whose mean the program worked on, which the others may not know yet, -1 without one.
+        whole: Whether parameters and optimizer state are those of `step`, with nothing waiting to be applied.
+        out_of_common_steps: Whether this rank's steps are made at servers, at a parent, or locally: only there is the
+            newest step known.
+        mid_step: Whether the rank is between backward and step: nothing may be changed there now.
+        manual_step: A step whose mean the program changed, which the other ranks may not know yet; -1 if none.
     """
 
     rank: int
@@ -49,12 +50,12 @@ class Position:
 
 
 def settled(positions: Sequence[Position], *, asked: bool) -> bool:
-    """Whether all replicas are the same, at the furthest step.
+    """Whether all replicas are equal, at the newest step.
 
     Args:
-        positions: Of all optimizers on all ranks. An optimizer in the middle of a step is left out: its rank takes
-            part in the meeting and changes nothing.
-        asked: Whether all ranks have caught up since they met; outside the common steps a rank cannot know before.
+        positions: Positions of all optimizers on all ranks. An optimizer in the middle of a step is left out: its rank
+            takes part in the meeting and changes nothing.
+        asked: Whether all ranks have caught up since they met; outside the common steps a rank cannot tell before that.
     """
     free = [position for position in positions if not position.mid_step]
     if any(not position.whole or position.step != position.next_step for position in free):
@@ -68,7 +69,7 @@ def settled(positions: Sequence[Position], *, asked: bool) -> bool:
 
 
 def unsettled_text(positions: Sequence[Position]) -> str:
-    """Which ranks are where, for an error."""
+    """Describe for an error which ranks are where."""
     return "; ".join(
         f"rank {p.rank}: step {p.step} of {p.next_step}{'' if p.whole else ', incomplete'}"
         f"{', in the middle of a step' if p.mid_step else ''}"
@@ -79,13 +80,13 @@ def unsettled_text(positions: Sequence[Position]) -> str:
 def gather_positions(
     own: Sequence[Position], check: Callable[[], None], deadline_s: float, what: str
 ) -> list[Position]:
-    """The positions of all ranks. Collective; waits for all of them.
+    """Gather the positions of all ranks. Collective; waits for all of them.
 
     Args:
-        own: This rank's, one for each of its optimizers.
-        check: Called while waiting; raises what makes the wait pointless.
+        own: This rank's positions, one per optimizer.
+        check: Called while waiting; raises an error that makes the wait pointless.
         deadline_s: Longest wait.
-        what: For the error.
+        what: What is waited for, for the error.
 
     Raises:
         DeadlineError: Not all ranks came.
@@ -94,7 +95,7 @@ def gather_positions(
 
     rows = torch.tensor([astuple(position) for position in own], dtype=torch.int64, device="cpu").reshape(-1, 8)
     handle = mpi_ops.allgather_async(rows, name="star.meeting")
-    # Horovod's own wait spins, beside ranks that still train.
+    # Horovod's own wait would spin, next to ranks that still train.
     began_s = time.monotonic()
     while not mpi_ops.poll(handle):
         waited_s = time.monotonic() - began_s

@@ -1,4 +1,4 @@
-"""Records and protocols that the parts of the executor share."""
+"""Records and protocols shared by the parts of the executor."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ __all__ = ["Averaging", "Counters", "Listener", "Result", "OpenStep", "Snapshot"
 
 
 class Averaging(Protocol):
-    """What `local` averages besides the parameters."""
+    """What the mode `local` averages besides the parameters."""
 
     def proxy_contribution(self, bucket: Bucket) -> torch.Tensor:
-        """What the helper contributes for a training thread that is inactive."""
+        """Return the helper's contribution for a training thread that is inactive."""
         ...
 
     def extras(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and tensors to sum, times this rank's weight."""
+        """Return names and tensors to sum, already multiplied by this rank's weight."""
         ...
 
     def ended_by_proxy(self, result: Result, extras: list[torch.Tensor]) -> None:
-        """An averaging has ended without this rank's training thread; called under the engine's lock."""
+        """Note an averaging that ended without this rank's training thread; called under the engine's lock."""
         ...
 
     @property
     def absorbable(self) -> bool:
-        """Whether such an averaging waits to be used by the helper."""
+        """Whether such an averaging waits for the helper to use it."""
         ...
 
     def absorb(self) -> bool:
-        """Use it in the helper's thread. Whether there was one."""
+        """Use it, in the helper's thread. Return whether there was one."""
         ...
 
 
 class Listener(Protocol):
-    """Who wants to know what happens in an engine. Called under its lock: it must only note and return."""
+    """Observer of an engine's events. Called under the engine's lock: it must only record them and return."""
 
     def on_arrive(self, step: int, plan_id: int) -> None: ...
     def on_late(self, version: int, plan_id: int) -> None: ...
@@ -54,7 +54,7 @@ class Listener(Protocol):
 
 @dataclass(slots=True)
 class Counters:
-    """What happened to this rank's gradients; weights are counted per bucket and divided by the number of buckets.
+    """What happened to this rank's gradients; weights are summed over buckets and divided by their number.
 
     At any moment produced = applied + damped + dropped + what still waits for a step.
     """
@@ -80,18 +80,18 @@ class OpenStep:
     Attributes:
         number: The step.
         buffers: Per bucket the flat buffer that was submitted, None before that.
-        reduced_buffers: Per bucket the tensor that travels, `buffers[i]` itself unless its type changes.
+        reduced_buffers: Per bucket the tensor that is sent; `buffers[i]` itself unless its type changes.
         handles: Per bucket the handle of the reduction; the carrier's is the header's.
         owner: `trainer` or `helper` once the header is claimed; the owner completes the step.
-        early: The training thread has claimed it within backward and has not arrived yet.
-        header: The header's tensor, a part of the carrier's where there is one.
-        header_handle: Its handle.
+        early: Whether the training thread has claimed the step within backward and has not arrived yet.
+        header: The header's tensor, part of the carrier's if there is a carrier.
+        header_handle: Handle of the header's reduction.
         flagged: The plan whose flag this rank raised in the header.
-        folded: Buckets into which a late gradient was folded.
+        folded: Number of buckets into which a late gradient was folded.
         waiting: Handles the helper has not collected yet.
-        averaging: Set where the buffers hold parameters (`local`).
-        extras: What is averaged besides them.
-        means: Per bucket the mean, once it was made.
+        averaging: Set if the buffers hold parameters (`local`).
+        extras: Tensors averaged besides them.
+        means: Per bucket the mean, once it is computed.
     """
 
     number: int
@@ -111,22 +111,22 @@ class OpenStep:
 
     @classmethod
     def open(cls, number: int, n_buckets: int) -> OpenStep:
-        """A step for which nothing has been submitted."""
+        """Create a step for which nothing has been submitted."""
         return cls(number, [None] * n_buckets, [None] * n_buckets, [None] * n_buckets)
 
     def claimed(self, index: int) -> bool:
-        """Whether a bucket has been given to this step."""
+        """Whether a bucket of this step has been submitted."""
         return self.buffers[index] is not None
 
     def handle_of(self, index: int | None) -> int:
-        """The handle of a bucket, of the header where None, after that was claimed: the carrier's is the header's."""
+        """Return the handle of a bucket, or the header's if None, once the header is claimed."""
         handle = None if index is None else self.handles[index]
         handle = self.header_handle if handle is None else handle
         assert handle is not None
         return handle
 
     def all_handles(self) -> list[int]:
-        """Handles of all buckets and the header, after the header was claimed."""
+        """Return the handles of all buckets and the header, once the header is claimed."""
         assert self.header_handle is not None
         return [handle for handle in self.handles if handle is not None] + [self.header_handle]
 
@@ -135,8 +135,8 @@ class OpenStep:
 class Result:
     """A reduced step: averaged gradients, one flat buffer per bucket, and the hyperparameters to apply it with.
 
-    `row` is None where every rank uses its own hyperparameters, exactly as in Horovod. A thread that did
-    not make it orders itself behind `fence` before it uses the means.
+    `row` is None if every rank uses its own hyperparameters, exactly as in Horovod. A thread that did not compute the
+    means orders itself behind `fence` before it uses them.
     """
 
     step: int

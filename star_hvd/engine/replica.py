@@ -1,13 +1,13 @@
 """This rank's parameters and optimizer state, and the steps that ended without its training thread.
 
-Only the training thread changes the live parameters, and only while it is inside `step()`. A step that the helper
-completed goes into a queue. While the training thread computes, the helper replays the queue onto a shadow copy; inside
-`step()` the training thread takes the shadow over and applies the rest of the queue itself. `apply_lock` keeps the two
-from doing it at once; the engine's lock guards the fields and is never held while parameters are worked on.
+Only the training thread changes the live parameters, and only inside `step()`. A step that the helper completed goes
+into a queue. While the training thread computes, the helper replays the queue onto a shadow copy; inside `step()` the
+training thread takes the shadow over and applies the rest of the queue itself. `apply_lock` keeps the two from doing so
+at once; the engine's lock guards the fields and is never held while parameters are worked on.
 
-What the live parameters are is one of seven states (`ReplicaState`). `step` is the step of the live parameters, in
-AVERAGE_PENDING that of the averaging, which is written to the live parameters or to a shadow, on which later steps are
-then replayed. Each line: a call, the states it is made in, the states that can follow.
+The live parameters are in one of seven states (`ReplicaState`). `step` is the step of the live parameters; in
+AVERAGE_PENDING it is that of the averaging, which is written to the live parameters or to a shadow, on which later
+steps are then replayed. Each line: a call, the states it is made in, the states that can follow.
 
     push               CURRENT, REPLAYABLE                    REPLAYABLE
     push               any other                              the same
@@ -59,7 +59,7 @@ _DEVICE_DEADLINE_S = 300.0
 
 
 class ReplicaState(enum.Enum):
-    """What the live parameters and the optimizer's state of a rank are; the transitions are in the module's text."""
+    """State of a rank's live parameters and optimizer state; the module docstring lists the transitions."""
 
     CURRENT = "complete, and no step waits to be applied"
     REPLAYABLE = "complete; later steps wait in the queue or on the shadow"
@@ -76,7 +76,7 @@ class ReplicaState(enum.Enum):
 
     @property
     def in_common_steps(self) -> bool:
-        """Whether the live parameters are those that common steps made of them, as complete as they were then."""
+        """Whether the live parameters result from common steps, and are as complete as those steps left them."""
         return self in (ReplicaState.CURRENT, ReplicaState.REPLAYABLE, ReplicaState.STALE)
 
     @property
@@ -86,17 +86,17 @@ class ReplicaState(enum.Enum):
 
     @property
     def servable(self) -> bool:
-        """Whether the live parameters, or the shadow, are a state that another rank may have."""
+        """Whether the live parameters, or the shadow, are a state that other ranks may fetch."""
         return self in (ReplicaState.CURRENT, ReplicaState.REPLAYABLE, ReplicaState.AVERAGE_PENDING, ReplicaState.LEFT)
 
 
 class Replica:
-    """See the module's text.
+    """This rank's parameters and optimizer state; see the module docstring.
 
     Args:
         applier: Steps the live parameters.
-        lock: The engine's.
-        counters: Where replays and fetches are counted.
+        lock: The engine's lock.
+        counters: Counts replays and fetches.
         changed: Wakes the threads that wait for a change; called under the lock.
     """
 
@@ -109,8 +109,8 @@ class Replica:
         self.step = 0
         self.state = ReplicaState.CURRENT
         self.computing = True
-        self.writes = 0  # How often live parameters, state or buckets were written to here.
-        self.partial = False  # Whether a step is applied to a part of the buckets only.
+        self.writes = 0  # Number of writes to live parameters, state or buckets through this object.
+        self.partial = False  # Whether a step is applied to some of the buckets only.
         self.queue: collections.deque[Result] = collections.deque()
         self._counters = counters
         self._changed = changed
@@ -123,33 +123,33 @@ class Replica:
     # ---- under the engine's lock ------------------------------------------------------------------------------
 
     def push(self, result: Result) -> None:
-        """A step has ended without this rank's training thread.
+        """Queue a step that ended without this rank's training thread.
 
-        Fetched parameters may contain it already: their source saw its end before this rank did.
+        Fetched parameters may contain it already: their source saw it end before this rank did.
         """
         if not self.state.queues or result.step < self.step:
             return
-        # A bucket's own buffer becomes the training thread's again; the queue keeps a copy of what is in it.
+        # The training thread reuses the bucket's own buffer, so the queue keeps a copy of its contents.
         means = [m.clone() if m is b.flat else m for m, b in zip(result.means, self.applier.buckets, strict=True)]
         self.queue.append(Result(result.step, means, result.row, self._streams.give(MEANS)))
         if self.state is ReplicaState.CURRENT:
             self.state = ReplicaState.REPLAYABLE
 
     def advance(self) -> None:
-        """The training thread has applied one more step to the live parameters."""
+        """Note that the training thread has applied one more step to the live parameters."""
         self.partial = False
         if self.state is not ReplicaState.AVERAGE_PENDING:  # Else `step` is that of the averaging already.
             self.step += 1
 
     def note_bucket_use(self) -> None:
-        """The calling thread has queued work on a bucket's own buffer that the next backward pass must not overtake."""
+        """Note that the calling thread queued work on a bucket's own buffer, for which the next backward must wait."""
         self._bucket_uses.add(self._streams.give(BUCKET))
 
     def cannot_replay(self, step: int | None = None) -> None:
-        """A step has ended that only its members can carry out: the state has to be fetched.
+        """Note that a step has ended whose result only its members can compute: the state has to be fetched.
 
         Args:
-            step: The step; None for the last one, which the helper may have put into the queue or onto the shadow.
+            step: The step; None for the last one, which the helper may have queued or replayed on the shadow.
         """
         if step is not None and step < self.step:
             return
@@ -157,10 +157,10 @@ class Replica:
         self.state = ReplicaState.STALE if self.state.in_common_steps else ReplicaState.STATELESS
 
     def replaced(self, step: int) -> bool:
-        """An averaging has ended without the training thread; its result, of `step`, waits to be written.
+        """Note that an averaging ended without the training thread; its result, of `step`, waits to be written.
 
         Returns:
-            Whether it is of use: what it does not contain, an optimizer's count of steps for example, must be here.
+            Whether it can be used: this rank must have what it does not contain, e.g. the optimizer's step count.
         """
         if not self.state.queues:
             return False
@@ -169,7 +169,7 @@ class Replica:
         return True
 
     def average_used(self, step: int) -> None:
-        """The averaging of `step` has been written: to a shadow, or else to the live parameters."""
+        """Note that the averaging of `step` has been written to a shadow, or else to the live parameters."""
         if self.state is ReplicaState.AVERAGE_PENDING and self.step == step and self._shadow is None:
             self.state = ReplicaState.REPLAYABLE
             self._update_state()
@@ -180,31 +180,31 @@ class Replica:
         return self.state is ReplicaState.CURRENT
 
     def leave(self) -> None:
-        """Parameters come from elsewhere from now on; what waits to be applied is void."""
+        """Parameters come from elsewhere from now on; discard what waits to be applied."""
         whole = self.state in (ReplicaState.CURRENT, ReplicaState.LEFT)
         self._discard_waiting()
         self.state = ReplicaState.LEFT if whole else ReplicaState.PARAMETERS_ONLY
 
     def resume(self) -> None:
-        """The state with which common steps begin again is elsewhere."""
+        """Common steps start again with a state that is elsewhere."""
         self._discard_waiting()
         self.state = ReplicaState.STATELESS
 
     def drop(self, *, ended: int) -> None:
-        """The training thread has no use for these parameters any more.
+        """Note that the training thread no longer uses these parameters.
 
-        Where they are complete, the helper goes on replaying steps on a shadow: another rank may have to fetch them.
+        If they are complete, the helper continues to replay steps on a shadow, for other ranks that fetch them.
 
         Args:
-            ended: Steps that have ended on this rank.
+            ended: Number of steps that have ended on this rank.
         """
         self.computing = True
         if self.state.in_common_steps and self.newest_step + len(self.queue) != ended:
-            self.resume()  # A step ended and was never applied.
+            self.resume()  # A step ended that was never applied.
 
     @property
     def newest_step(self) -> int:
-        """The step of the newest parameters here: of the shadow's where there is one."""
+        """The step of the newest parameters here: the shadow's if there is a shadow."""
         return self.step if self._shadow is None else self._shadow.step
 
     def may_replay(self) -> bool:
@@ -213,7 +213,7 @@ class Replica:
 
     @property
     def _on_shadow(self) -> bool:
-        """Whether steps may be replayed on a shadow, made of the live parameters where there is none yet."""
+        """Whether steps may be replayed on a shadow, which is copied from the live parameters if there is none yet."""
         made = self.state is ReplicaState.AVERAGE_PENDING and self._shadow is not None
         return made or self.state is ReplicaState.REPLAYABLE
 
@@ -230,7 +230,7 @@ class Replica:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
-        """The caller, the training thread, changes live parameters, state or buckets inside the block."""
+        """The caller, the training thread, changes live parameters, optimizer state or buckets inside the block."""
         with self.apply_lock:
             self._copied.order()
             self.reuse_buckets()
@@ -242,19 +242,21 @@ class Replica:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """The caller copies live parameters or state inside the block, which no thread may change meanwhile: under
-        `apply_lock`, or, while the training thread is inactive, under the engine's."""
+        """The caller copies live parameters or state inside the block, while no thread may change them.
+
+        Called under `apply_lock` or, while the training thread is inactive, under the engine's lock.
+        """
         if self._streams.devices:
             self._written.order(*self.applier.tensors())
         yield
         self._copied.add(self._streams.give(COPIED))
 
     def written(self) -> None:
-        """The training thread, which calls this, may have changed parameters otherwise than by `step()`."""
+        """Called by the training thread after it may have changed parameters other than by `step()`."""
         self._written = self._streams.give(PARAMS)
 
     def reuse_buckets(self) -> None:
-        """The training thread, which calls this, is about to write into the buckets' own buffers."""
+        """Called by the training thread before it writes into the buckets' own buffers."""
         self._bucket_uses.order()
 
     # ---- training thread --------------------------------------------------------------------------------------
@@ -279,7 +281,7 @@ class Replica:
             if self._shadow is shadow:
                 self._shadow, self.state = None, ReplicaState.REPLAYABLE
                 self._update_state()
-            if self.state is not ReplicaState.AVERAGE_PENDING:  # Of a later averaging that ended meanwhile.
+            if self.state is not ReplicaState.AVERAGE_PENDING:  # A later averaging ended meanwhile.
                 self.step = shadow.step
 
     def _apply_next(self) -> bool:
@@ -292,7 +294,7 @@ class Replica:
             result.fence.order(*result.means)
             self.applier.step_with(result.means, result.row)
         with self.lock:
-            if self.queue and self.queue[0] is result:  # Not made void meanwhile.
+            if self.queue and self.queue[0] is result:  # Not discarded meanwhile.
                 self.queue.popleft()
             self.advance()
             self._update_state()
@@ -301,14 +303,14 @@ class Replica:
         return True
 
     def adopt(self, snapshot: Snapshot, ended: int) -> bool:
-        """Take parameters and optimizer state fetched from another source, no older than these; under both locks.
+        """Load a state fetched from another source, no older than this one; called under both locks.
 
         Args:
-            snapshot: What was fetched.
-            ended: Steps that have ended on this rank.
+            snapshot: The fetched state.
+            ended: Number of steps that have ended on this rank.
 
         Returns:
-            Whether they were needed; else nothing was changed.
+            Whether it was needed; else nothing was changed.
         """
         if not self.state.needs_fetch:
             return False
@@ -320,15 +322,15 @@ class Replica:
         return True
 
     def overwritten(self) -> None:
-        """The live parameters are about to become others' without the optimizer's state; under `apply_lock`."""
+        """Note that the live parameters will be overwritten without the optimizer's state; under `apply_lock`."""
         with self.lock:
             if self.state is ReplicaState.LEFT:
                 self.state = ReplicaState.PARAMETERS_ONLY
 
     def placed(self, snapshot: Snapshot) -> Snapshot:
-        """A snapshot whose tensors are where the parameters and the optimizer want them.
+        """Return a snapshot whose tensors are on the devices where the parameters and the optimizer need them.
 
-        A copy from the host waits for the device, so this comes before any lock is taken.
+        A copy from the host waits for the device, so this runs before any lock is taken.
         """
         if not self._streams.devices:
             return snapshot
@@ -343,7 +345,7 @@ class Replica:
         )
 
     def load(self, snapshot: Snapshot) -> None:
-        """Copy a snapshot into the live parameters; entries without state leave the optimizer's state alone."""
+        """Copy a snapshot into the live parameters; a parameter without state in it keeps its optimizer state."""
         self.overwritten()
         params = [param for bucket in self.applier.buckets for param in bucket.params]
         with self.writing(), torch.no_grad():
@@ -351,7 +353,7 @@ class Replica:
                 param.copy_(value)
             for param, state in zip(params, snapshot.state, strict=True):
                 if state:
-                    self.applier.optimizer.state[param] = {  # What travels has lost its memory format.
+                    self.applier.optimizer.state[param] = {  # Transfer loses the memory format.
                         key: in_format_of(param, value) if isinstance(value, torch.Tensor) else value
                         for key, value in state.items()
                     }
@@ -359,7 +361,7 @@ class Replica:
     # ---- helper and server threads ------------------------------------------------------------------------------
 
     def replay_one(self) -> bool:
-        """Replay the oldest step of the queue onto the shadow. Whether there was one."""
+        """Replay the oldest queued step on the shadow. Return whether there was one."""
         with self.apply_lock:
             with self.lock:
                 if not self.may_replay():
@@ -375,7 +377,7 @@ class Replica:
             shadow.apply(result.means, result.row)
             shadow.written = self._streams.give(SHADOW)
             with self.lock:
-                # A step that cannot be replayed may have ended meanwhile, and made all this void.
+                # A step that cannot be replayed may have ended meanwhile and discarded all this.
                 if self.queue and self.queue[0] is result:
                     self.queue.popleft()
                     self._shadow = shadow
@@ -384,7 +386,7 @@ class Replica:
             return True
 
     def shadow_with(self, write: Callable[[Sequence[Bucket], torch.optim.Optimizer], None]) -> None:
-        """Make a shadow of the averaging that is pending, whose contents `write` fills in; under `apply_lock`."""
+        """Create a shadow for the pending averaging, which `write` fills in; called under `apply_lock`."""
         with self.copying():
             shadow = Shadow(self.applier, self.step)
         shadow.fill(write)
@@ -397,16 +399,16 @@ class Replica:
     def snapshot(
         self, min_step: int = 0, deadline_s: float = _DEVICE_DEADLINE_S, *, state_too: bool = True
     ) -> Snapshot | None:
-        """See `StateSource`: a copy of the newest state here, None while this rank lacks steps itself.
+        """Copy the newest state here (see `StateSource`); None while this rank lacks steps itself.
 
-        The newest may be on the shadow, for as long as the training thread computes or is inactive: it may wait, in a
-        collective of the user's, for the very rank that asks. What a rank had when it left the common steps stays good
-        until others' parameters come in its place: no other rank may have it.
+        The newest state may be on the shadow while the training thread computes or is inactive: it may be waiting, in a
+        user's collective, for the very rank that asks. The state a rank had when it left the common steps stays valid
+        until other parameters overwrite it, since it may be the only copy.
 
         Args:
-            min_step: Nothing older is copied.
+            min_step: Older states are not copied.
             deadline_s: Longest wait for the device, since the host reads the copy.
-            state_too: Whether the optimizer's state is wanted.
+            state_too: Whether to include the optimizer's state.
 
         Raises:
             DeadlineError: The device does not finish the copy in time.

@@ -1,14 +1,14 @@
-"""Where a rank gets the state that it lacks: what a source is, the order of trial, one deadline, one way to give up.
+"""How a rank gets a state that it lacks: the interface of a source, the order of asking, one deadline for all.
 
-A state is the parameters and the optimizer's state after a step (`Snapshot`). The sources and what they have:
+A state is the parameters and optimizer state after a step (`Snapshot`). The sources and what they have:
 
-* `Replica`, this rank: what is on its live parameters or its shadow. Given to other ranks and to servers that begin.
+* `Replica`, this rank: the state of its live parameters or its shadow, given to other ranks and to servers that start.
 * `EndedServers`, servers of a mode that has ended: the step they ended at, until their connections are closed.
 * `Parent` (`modes/subgroup_child.py`), for a rank outside the subgroup: the members' newest step.
-* `OtherRanks` (`channel/state_transfer.py`): whatever a rank that lacks no step itself has.
+* `OtherRanks` (`channel/state_transfer.py`): the state of any rank that lacks no step itself.
 
-`StateSources` asks the last three, in this order: servers that ended may be the only ones to have a step, and all ranks
-ask them at the same time; the parent is connected already; of the other ranks the coordinator has to name one first.
+`StateSources` asks the last three in this order: servers that ended may be the only source of a step, and all ranks ask
+them at the same time; the parent is already connected; among other ranks the coordinator has to choose one first.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _POLL_S = 0.002
 
 
 class StateSource(Protocol):
-    """What may have the state of a step."""
+    """Something that may have the state of a step."""
 
     def snapshot(self, min_step: int, deadline_s: float) -> Snapshot | None:
-        """The state of step `min_step` or later, asked for once; None while there is none to be had here.
+        """Ask once for the state of step `min_step` or later; None if it is not available here now.
 
-        A source whose training thread is inactive may give what it has though it is older: nothing newer would follow.
+        A source whose training thread is inactive may return an older state: it would not get a newer one.
 
         Args:
-            min_step: The least step that is of use.
-            deadline_s: Longest wait for the answer. That of a parent, who answers at once, has the step's deadline from
-                when it begins: it may come over a slow link.
+            min_step: The oldest step that is of use.
+            deadline_s: Longest wait for the answer. A parent answers at once; its transfer, which may use a slow link,
+                has the step's deadline from when it starts.
 
         Raises:
-            StarError: This rank cannot go on, whatever another source has.
+            StarError: This rank cannot continue, whatever other sources have.
         """
         ...
 
@@ -51,7 +51,7 @@ class EndedServers:
 
     Attributes:
         step: The step at which they ended.
-        read: Reads their state within a deadline, None where it is not to be had any more.
+        read: Reads their state within a deadline; None if it is no longer available.
     """
 
     step: int
@@ -64,22 +64,22 @@ class EndedServers:
 
 @dataclass(frozen=True, slots=True)
 class StateSources:
-    """The sources that a rank has now; see the module's text."""
+    """The sources that a rank currently has; see the module docstring."""
 
     ended: StateSource | None = None
     parent: StateSource | None = None
     ranks: StateSource | None = None
 
     def find(self, min_step: int, deadline_s: float, wanted: Callable[[], bool]) -> Snapshot | None:
-        """Ask one source after the other, again and again.
+        """Ask the sources in turn, repeatedly.
 
         Args:
-            min_step: The least step that is of use.
-            deadline_s: Longest wait. Each source has its share of what is left, so that none uses it up.
-            wanted: Whether the state is still wanted; may raise what makes the wait pointless.
+            min_step: The oldest step that is of use.
+            deadline_s: Longest wait. Each source gets a share of the remaining time, so that none uses it up.
+            wanted: Whether the state is still wanted; may raise an error that makes the wait pointless.
 
         Returns:
-            None once it is not wanted any more, or when no source had it in time.
+            The state; None if it is no longer wanted, or no source had it in time.
         """
         limit_s = time.monotonic() + deadline_s
         sources = [source for source in (self.ended, self.parent, self.ranks) if source is not None]
@@ -95,7 +95,7 @@ class StateSources:
         return None
 
     def require(self, rank: int, min_step: int, deadline_s: float, wanted: Callable[[], bool]) -> Snapshot | None:
-        """`find` for rank `rank`; None only once the state is not wanted any more.
+        """Call `find` for rank `rank`; None only if the state is no longer wanted.
 
         Raises:
             DeadlineError: No source had it within `deadline_s`.

@@ -1,20 +1,20 @@
 """The claim rule: every rank submits every bucket of every step exactly once, by its training thread or its helper.
 
 One `StepEngine` per optimizer and rank. All methods return at once; the training thread and the helper thread loop
-around them (`driver.py`, `helper.py`), and a test drives them in any interleaving it likes.
+around them (`driver.py`, `helper.py`), and tests can drive them in any interleaving.
 
-State, all under one lock. `step` counts the steps applied to the live parameters, `next_step` is the first step
-this rank has not wholly submitted. They are equal while the training thread computes a gradient that can still be
-fresh. The thread that claims the header, always the last tensor of a step, owns the step's completion:
+All state is under one lock. `step` counts the steps applied to the live parameters; `next_step` is the first step this
+rank has not wholly submitted. They are equal while the training thread computes a gradient that can still be fresh. The
+thread that claims the header, always the last tensor of a step, owns the step's completion:
 
-* The training thread claims it when its gradient is whole (`arrive`), waits, averages, applies.
-* The helper claims it, with every bucket not yet submitted, when the coordinator closes the step. It submits what is
-  left over from before or zeros, and hands the result to the replica.
+* The training thread claims it when its gradient is complete (`arrive`), waits, averages, applies.
+* The helper claims it, with every bucket not yet submitted, when the coordinator closes the step. It submits late
+  gradients or zeros, and hands the result to the replica.
 
 A gradient that lost its claim is kept and folded into the next submission of its bucket.
 
-`claims.py` has who has claimed what, `step_exchange.py` how buckets and header travel, `header_timing.py` when the
-header leaves.
+`claims.py` tracks the claims, `step_exchange.py` sends and receives buckets and header, `header_timing.py` decides when
+the header is sent.
 """
 
 from __future__ import annotations
@@ -50,24 +50,24 @@ __all__ = ["StepEngine"]
 
 
 class StepEngine:
-    """See the module's text.
+    """Runs the steps of one optimizer on one rank; see the module docstring.
 
     Args:
         rank: This rank.
         plan: The first plan, in force from step 0; must be `sync`.
         applier: Steps the live parameters.
         collective: Reduces tensors over all ranks.
-        collective_of: Gives the collective of a subgroup's members; the process set must exist.
-        listener: Is called at the events of `Listener`.
-        prefix: Names of the collectives start with it; unique per optimizer and equal on all ranks.
+        collective_of: Returns the collective of a subgroup's members; the process set must exist.
+        listener: Called at the events of `Listener`.
+        prefix: Prefix of the collectives' names; unique per optimizer and equal on all ranks.
         scale_by_ranks: Whether the result is the mean times the number of ranks (`op=Sum`).
         can_replay: Whether the optimizer's steps can be replayed on a copy.
-        replay_queue: Closed steps kept for a training thread inside `step()` before closing waits for it.
-        noise_interval_steps: Every how many steps the local gradient norm is taken.
-        early_after_steps: Complete steps in a row, once steps have ever been incomplete, after which headers are sent
-            within backward again.
-        raise_on_mismatch: Whether training ends where the replicas' checksums differ after a switch.
-        wire: How gradients travel; as they are where None.
+        replay_queue: Closed steps queued for a training thread inside `step()` before closing waits for that thread.
+        noise_interval_steps: Number of steps between measurements of the local gradient norm.
+        early_after_steps: After an incomplete step, number of consecutive complete steps until headers are sent within
+            backward again.
+        raise_on_mismatch: Whether to end training if the replicas' checksums differ after a switch.
+        wire: How gradients are encoded for sending; unchanged if None.
         clock: The time in seconds; only differences count.
     """
 
@@ -115,7 +115,7 @@ class StepEngine:
         self._deferred: dict[int, Fence] = {}
         self._late = LateGradients(applier.buckets, self.counters, self.streams)
         self._timing = HeaderTiming(early_after_steps, clock)
-        self._claimed_early = False  # The header of the step that the training thread has not arrived for yet.
+        self._claimed_early = False  # Whether the header of the step still to be arrived at is claimed.
         self._manual = ManualSteps(can_replay=can_replay)
         self.wire = wire or Wire()
         self._exchange = StepExchange(
@@ -138,12 +138,12 @@ class StepEngine:
 
     @property
     def collective(self) -> Collective:
-        """What reduces tensors over the ranks that reduce together under the plan in force."""
+        """The collective of the ranks that reduce together under the plan in force."""
         return self._exchange.collective
 
     @property
     def taking_part(self) -> bool:
-        """Whether this rank reduces together with others under the plan in force."""
+        """Whether this rank reduces together with other ranks under the plan in force."""
         return self.plan.family == "all_ranks" or self.rank in self.plan.members
 
     @property
@@ -163,16 +163,17 @@ class StepEngine:
 
     @property
     def pending_weight(self) -> float:
-        """Weight of late gradients that wait for a step, on the scale of the counters."""
+        """Weight of late gradients that wait for a step, on the counters' scale."""
         with self.lock:
             return self._late.pending_weight
 
     # ---- training thread ------------------------------------------------------------------------------------
 
     def gradient_ready(self, index: int) -> None:
-        """The training thread's gradient of one bucket is whole in the bucket's `flat`.
+        """Handle the training thread's gradient of one bucket, which is complete in the bucket's `flat`.
 
-        Submits it as this step's contribution unless the helper has, else keeps it for a later step.
+        Submits it as this step's contribution unless the helper has contributed already; else keeps it for a later
+        step.
         """
         with self.lock:
             self._raise_failure()
@@ -187,16 +188,16 @@ class StepEngine:
                     self._claim_early()
 
     def defer(self, index: int, fence: Fence) -> None:
-        """A bucket will be whole once its device has come to `fence`; until then its gradient can lose its step."""
+        """Defer a bucket until its device has reached `fence`; until then its gradient can miss its step."""
         with self.lock:
             self._raise_failure()
             self._deferred[index] = fence
             self._changed()
 
     def flush_deferred(self) -> bool:
-        """Submit the deferred buckets that are whole by now. Whether none is left to wait for.
+        """Submit the deferred buckets that are complete by now. Return whether none is left.
 
-        One that has lost its step is kept once it is whole, no earlier: another stream works on what is kept.
+        A bucket that has missed its step is also kept only once it is complete: another stream works on what is kept.
         """
         with self.lock:
             self._raise_failure()
@@ -208,10 +209,12 @@ class StepEngine:
             return not self._deferred
 
     def arrive(self, *, manual: bool = False) -> bool:
-        """The training thread has given all its buckets. Whether its gradient is in the step, else it is behind.
+        """Note that the training thread has given all its buckets. Return whether its gradient is in the step.
+
+        False means that the rank is behind.
 
         Args:
-            manual: The user works on the result between `synchronize` and `step`, so helpers cannot replay it.
+            manual: The user changes the result between `synchronize` and `step`, so helpers cannot replay it.
         """
         self._read_devices()
         with self.lock:
@@ -239,7 +242,7 @@ class StepEngine:
             return True
 
     def _read_devices(self) -> None:
-        """What the header needs from the devices: the host waits for it here, without the lock."""
+        """Read what the header needs from the devices; the host waits here, without the lock."""
         with self.lock:
             queued = self._norm.take()
             due = self.agreement.checksum_due(self.next_step)
@@ -252,7 +255,7 @@ class StepEngine:
 
         Args:
             bucket: The bucket.
-            average: As `Bucket.new_average`: the parameters times this rank's weight, then the weight.
+            average: As in `Bucket.new_average`: the parameters times this rank's weight, then the weight.
         """
         with self.lock:
             self._raise_failure()
@@ -267,15 +270,15 @@ class StepEngine:
             self._listener.on_arrive(self.step, self.plan.plan_id)
 
     def averaging_asks_for_plan(self) -> bool:
-        """`local`: whether this rank raised a flag in the averaging it has claimed: that may be the mode's last."""
+        """`local`: whether this rank raised a flag in the averaging it has claimed, which may be the mode's last."""
         with self.lock:
             step = self._claims.in_flight
             return step is not None and step.flagged is not None
 
     def averaged(self) -> None:
-        """`local`: the training thread computes again; from here on the helper may work for it while it is inactive.
+        """`local`: the training thread computes again; from here on the helper may act for it while it is inactive.
 
-        An averaging that it has claimed may still be under way: it then goes on behind compute.
+        An averaging that it has claimed may still be in flight and then overlaps compute.
         """
         with self.lock:
             if (step := self._claims.owned_by("trainer")) is not None:
@@ -284,10 +287,10 @@ class StepEngine:
             self._changed()
 
     def reclaim_averaging(self, *, wait: bool) -> bool:
-        """`local`: whether the training thread is to complete the averaging that it has claimed.
+        """`local`: return whether the training thread is to complete the averaging that it has claimed.
 
         Args:
-            wait: It would wait for its end; else it asks only whether all has ended.
+            wait: Whether the thread would wait for it to end; if not, True only if all of it has ended.
         """
         with self.lock:
             self._raise_failure()
@@ -300,7 +303,7 @@ class StepEngine:
             return True
 
     def own_step(self) -> OpenStep:
-        """The step in flight that the training thread owns, after `arrive` returned True; it alone works on it."""
+        """Return the step in flight that the training thread owns after `arrive` returned True; only it touches it."""
         with self.lock:
             self._raise_failure()
             step = self._claims.owned_by("trainer")
@@ -308,7 +311,7 @@ class StepEngine:
             return step
 
     def may_overlap(self) -> bool:
-        """Whether that step may be applied bucket by bucket: nothing changes with it.
+        """Whether that step may be applied bucket by bucket, because no switch can happen in it.
 
         A plan can only come into force in a step in which this rank has raised its flag.
         """
@@ -316,16 +319,16 @@ class StepEngine:
             return self.plan.mode == "sync" and self.own_step().flagged is None and self.replica.is_whole
 
     def own_row(self) -> tuple[float, ...] | None:
-        """Hyperparameters of that step, None for this rank's own; its header was collected."""
+        """Return that step's hyperparameters, None for this rank's own; the header must have been collected."""
         with self.lock:
             return self.agreement.row_of(self._exchange.header(self.own_step()))
 
     def own_mean(self, index: int) -> torch.Tensor:
-        """The mean of one bucket of that step, which was collected; in place."""
+        """Compute the mean of one collected bucket of that step, in place."""
         return self._exchange.mean(self.own_step(), self.applier.buckets[index])
 
     def finish_own(self) -> Result:
-        """Average the step the training thread owns, in place; its handles must have ended and be collected."""
+        """Average the step the training thread owns, in place; its handles must have ended and been collected."""
         step = self.own_step()
         reduced = self._exchange.read(step)
         with self.lock:
@@ -340,17 +343,17 @@ class StepEngine:
 
         Args:
             result: What `finish_own` returned.
-            step: Applies it, given the row of hyperparameters; the applier's step where None.
+            step: Function that applies it, given the row of hyperparameters; the applier's step if None.
         """
         with self.replica.apply_lock:
             try:
                 with self.replica.writing():
                     return (step or self.applier.step)(result.row)
             except BaseException:
-                with self.lock:  # No catch-up follows; the user may go on with the next step, as under Horovod.
+                with self.lock:  # No catch-up follows; the user may continue with the next step, as under Horovod.
                     self.replica.computing = True
                 raise
-            finally:  # The step has ended, even where the user's optimizer or a hook of its raised.
+            finally:  # The step has ended, even if the user's optimizer or one of its hooks raised.
                 with self.lock:
                     self.replica.advance()
                     self._changed()
@@ -359,10 +362,10 @@ class StepEngine:
         """Bring the live parameters up to the closed steps, without waiting.
 
         Returns:
-            True when the training thread may compute again: it has every step that ended here, or at least `target`
-            of them (a rank whose optimizer step is slower than the others' whole step would never leave otherwise;
-            the helper replays the rest). False: call again after a step in flight has ended, or after `adopt` when
-            `needs_fetch` is set. While an averaging is pending nothing is written here: the helper puts it onto a
+            True if the training thread may compute again: it has every step that ended here, or at least `target` of
+            them. (Without `target`, a rank whose optimizer step takes longer than the others' whole step would never
+            return; the helper replays the rest.) False: call again after a step in flight has ended, or after `adopt`
+            if `needs_fetch` is set. While an averaging is pending nothing is written here: the helper writes it to a
             shadow as soon as the training thread computes.
         """
         with self.lock:
@@ -383,15 +386,15 @@ class StepEngine:
             return True
 
     def adopt(self, snapshot: Snapshot) -> bool:
-        """Take parameters and optimizer state fetched from another rank; see `Replica.adopt`.
+        """Load parameters and optimizer state fetched from another rank; see `Replica.adopt`.
 
         Returns:
-            False where they are not needed any more, older than what is here (its source was still inside the step),
-            or of a step that did not begin here: the others went on under a plan this rank has yet to read of. Nothing
-            was changed then.
+            False, with nothing changed, if they are no longer needed, are older than this rank's (their source was
+            still inside the step), or belong to a step that has not started here (the others continued under a plan
+            this rank has yet to read of).
         """
         snapshot = self.replica.placed(snapshot)
-        with self.replica.apply_lock, self.lock:  # A step that ends meanwhile would be neither in them nor queued.
+        with self.replica.apply_lock, self.lock:  # Else a step that ends meanwhile would be neither in them nor queued.
             if not self.step <= snapshot.step <= self.next_step:
                 return False
             step = self._claims.in_flight
@@ -399,7 +402,7 @@ class StepEngine:
 
     @property
     def least_useful_step(self) -> int:
-        """The least step whose state would get this rank any further."""
+        """The oldest step whose state would advance this rank."""
         with self.lock:
             return self.step + (self.replica.state is ReplicaState.STALE)
 
@@ -409,7 +412,7 @@ class StepEngine:
             self._listener.on_join(self.step)
 
     def layout_changed(self, hyper: HyperRow) -> None:
-        """Buckets were added on all ranks after the same step, in lockstep; headers and steps take their new form."""
+        """Adapt headers and steps to buckets that were added on all ranks after the same step."""
         with self.replica.apply_lock, self.lock:
             if self.step != self.next_step or self._claims.in_flight is not None or self.replica.queue:
                 raise StarError("parameters were added while a step was in flight; add them between two steps")
@@ -422,12 +425,12 @@ class StepEngine:
 
     @property
     def unreported_manual(self) -> int | None:
-        """The last step, where members worked on its mean although its header did not say so."""
+        """The last step, if members changed its mean although its header did not report that."""
         with self.lock:
             return self._manual.unreported
 
     def note_manual(self, step: int) -> None:
-        """The members of `step` worked on its mean: what the helper made of it here is not what they have."""
+        """Members of `step` changed its mean, so what the helper computed for it here differs from theirs."""
         with self.lock:
             if self._manual.proxied(step):
                 self.replica.cannot_replay()
@@ -436,7 +439,7 @@ class StepEngine:
     # ---- helper thread --------------------------------------------------------------------------------------
 
     def helper_has_work(self) -> bool:
-        """Whether `helper_tick` would do something now. A step in flight counts: it has to be polled."""
+        """Whether `helper_tick` has something to do now. A step in flight counts, since it has to be polled."""
         with self.lock:
             return self.failure is None and self._due()
 
@@ -452,12 +455,12 @@ class StepEngine:
             return step is not None and step.averaging is not None
 
     def must_poll(self) -> bool:
-        """Whether the helper waits for something that is not announced: a reduction or a device."""
+        """Whether the helper waits for something that sends no wake-up: a reduction or a device."""
         with self.lock:
             return self.helper_owns() or bool(self._deferred)
 
     def helper_tick(self) -> bool:
-        """Do one thing that is due, without waiting. Whether something was done."""
+        """Do one thing that is due, without waiting. Return whether something was done."""
         with self.lock:
             self._raise_failure()
             if self._deferred:
@@ -478,31 +481,31 @@ class StepEngine:
     # ---- outside the common steps: servers, children ---------------------------------------------------
 
     def leave_common_steps(self) -> None:
-        """From here on this rank's parameters come from elsewhere, without the optimizer's state."""
+        """Note that this rank's parameters come from elsewhere from here on, without the optimizer's state."""
         with self.replica.apply_lock, self.lock:
             self.replica.leave()
 
     def outside_gradient(self, index: int) -> None:
-        """The training thread's gradient of one bucket is whole, in a mode that does not reduce it here."""
+        """Count the training thread's gradient of one bucket, complete in a mode that does not reduce it here."""
         with self.lock:
             self._raise_failure()
             self.counters.produced_weight += self.weight / len(self.applier.buckets)
 
     def note_step(self, step: int) -> None:
-        """The live parameters are those of step `step`, received from elsewhere."""
+        """Note that the live parameters are those of step `step`, received from elsewhere."""
         with self.lock:
             if not self.taking_part:
                 self.replica.step = self._claims.next_step = step
 
     def adopt_state(self, snapshot: Snapshot) -> None:
-        """Take over parameters and optimizer state of one step, for a checkpoint; the mode goes on as before."""
+        """Load parameters and optimizer state of one step, for a checkpoint; the mode continues as before."""
         snapshot = self.replica.placed(snapshot)
         with self.replica.apply_lock:
             self.replica.load(snapshot)
             self.note_step(snapshot.step)
 
     def fold_late(self, bucket: Bucket, flat: torch.Tensor) -> bool:
-        """Add what was kept for a bucket to a contribution outside a reduced step; who sends it counts it."""
+        """Add a bucket's late gradient to a contribution outside a reduced step; the sender counts it."""
         with self.lock:
             return self._late.fold(bucket, flat, self.step, self.plan, count=False)
 
@@ -514,13 +517,13 @@ class StepEngine:
         taken_over: bool = False,
         weights: Sequence[float] | None = None,
     ) -> int:
-        """Keep contributions (gradients times weight, then the weight), computed for an earlier step, for the next one.
+        """Keep contributions (gradients times weight, then the weight) of an earlier step for the next one.
 
         Args:
-            flats: One buffer per bucket, made by the calling thread; this object's from now on.
+            flats: One buffer per bucket, created by the calling thread; owned by this object from now on.
             computed_on: The step of the parameters behind them.
-            taken_over: They are another rank's, which this rank has taken over.
-            weights: The weights in them, read from their devices where left out.
+            taken_over: Whether they are another rank's, which this rank has taken over.
+            weights: The weights in them, read from their devices if left out.
 
         Returns:
             The first step whose parameters will contain them.
@@ -534,20 +537,20 @@ class StepEngine:
                 if taken_over:
                     self.counters.produced_weight += weight / len(self.applier.buckets)
                 self._late.keep_whole(bucket, flat, min(computed_on, self.step), weight)
-            # A bucket of the current step may have been submitted already; it then goes with the next one.
+            # A bucket of the current step may have been submitted already; its gradient then goes into the next step.
             return self.next_step + (2 if self._claims.begun else 1)
 
     def adopt_plan(self, plan: Plan) -> None:
-        """Servers have changed their rule under way: the plan of this id is in force."""
+        """Adopt the plan of this id, since servers have changed their rule during the mode."""
         with self.lock:
             if plan.plan_id > self.plan.plan_id:
                 self.agreement.resume(plan, self.step)
 
     def resume(self, plan: Plan, step: int) -> bool:
-        """Step `step` is the first under `plan`; its state is elsewhere and has to be fetched.
+        """Start `plan` at step `step`, whose state is elsewhere and has to be fetched.
 
         Returns:
-            Whether that is news.
+            False if that was known already.
         """
         with self.lock:
             if plan.plan_id <= self.plan.plan_id:
@@ -562,24 +565,24 @@ class StepEngine:
     # ---- any thread -----------------------------------------------------------------------------------------
 
     def close(self, step: int) -> None:
-        """The coordinator closes `step`.
+        """Close `step`, on the coordinator's order.
 
-        Outside a relaxed plan the order is carried out only while this rank really is inactive: a rank that came back
-        before the order reached it delivers its gradient itself, so `sync` stays exact.
+        Outside a relaxed plan the order takes effect only while this rank is inactive: a rank that came back before the
+        order reached it delivers its gradient itself, so `sync` stays exact.
         """
         with self.lock:
             self._claims.close(step)
             self._changed()
 
     def set_inactive(self, inactive: bool) -> None:
-        """Whether the training thread, which calls this, leaves its training loop and delivers no gradient for now."""
-        self.replica.written()  # By the user, or in a collective of the user's; the helper may copy them from here on.
+        """Note whether the training thread, which calls this, is outside its loop and delivers no gradient for now."""
+        self.replica.written()  # The user or a user's collective may have; the helper may copy parameters from here on.
         with self.lock:
             self.inactive = inactive
             self._changed()
 
     def drop(self) -> None:
-        """The training thread makes no step again, wherever in a step it was: the helper does what is left of it."""
+        """Note that the training thread makes no further step, wherever in a step it was: the helper does the rest."""
         with self.lock:
             step = self._claims.in_flight
             self._claims.hand_to_helper()
@@ -587,15 +590,19 @@ class StepEngine:
         self.set_inactive(True)
 
     def under_way(self) -> tuple[int, bool, bool]:
-        """The first step not wholly submitted here, -1 outside common steps; whether a part of it is; whether the step
-        before it is in flight."""
+        """Return where this rank is in the steps.
+
+        Returns:
+            The first step not wholly submitted here (-1 outside common steps), whether part of it is submitted, and
+            whether the step before it is in flight.
+        """
         with self.lock:
             if self.plan.family != "all_ranks":
                 return -1, False, False
             return self.next_step, self._claims.begun, self._claims.in_flight is not None
 
     def unsuited(self, plan: Plan) -> str | None:
-        """Why a plan is nothing for this optimizer, though others are, None where it is."""
+        """Return why a plan does not suit this optimizer although it may suit others, None if it does."""
         if self._scale_by_ranks and plan.mode in ("ps", "grouped", "local"):
             return f"op=Sum needs the gradients of all ranks in every step, which mode {plan.mode} does not have"
         return None
@@ -608,22 +615,22 @@ class StepEngine:
             self._changed()
 
     def drop_pending(self) -> None:
-        """Count the gradients that still wait for a step as dropped: there is no further step."""
+        """Count the gradients that still wait for a step as dropped, since no further step follows."""
         with self.lock:
             self._late.drop_all()
 
     # ---- inside, under the lock -------------------------------------------------------------------------------
 
     def _may_claim_early(self) -> bool:
-        """Whether the gradient is whole before the training thread arrives, and nothing keeps the header back."""
+        """Whether the gradient is complete before the training thread arrives, and nothing holds the header back."""
         if self._claims.in_flight is not None or not self._timing.may_be_early(self.plan, mixed=self.agreement.mixed):
             return False
-        if self.streams.devices:  # The header needs numbers that the host would wait for here.
+        if self.streams.devices:  # The header needs numbers for which the host would have to wait here.
             return False
         return not self._claims.missing
 
     def _claim_early(self) -> None:
-        """Claim the header within backward: the reduction goes on beside what the program does before `step`.
+        """Claim the header within backward: the reduction overlaps what the program does before `step`.
 
         Hyperparameters are read here, and a loss recorded after this goes with the next step. Whether the program will
         work on the mean is not known yet: see `ManualSteps`.
@@ -640,7 +647,7 @@ class StepEngine:
         self._exchange.submit_fresh(step, bucket, self.weight)
 
     def _submit_proxy(self) -> None:
-        """Submit every bucket the training thread has not, then the header."""
+        """Submit every bucket the training thread has not submitted, then the header."""
         averaging = self._averaging_in_force
         for bucket in self.applier.buckets:
             if self._claims.current.claimed(bucket.index):
@@ -666,7 +673,7 @@ class StepEngine:
         return step
 
     def _contribution(self, step: OpenStep, *, fresh: bool, manual: bool) -> Contribution:
-        """This rank's part of the header that leaves now."""
+        """Return this rank's part of the header that leaves now."""
         item = self.agreement.contribution(step, self.own_steps, fresh=fresh, inactive=self.inactive)
         item.wire = self.wire.wanted if self.rank == self.agreement.members[0] else 0
         if fresh:
@@ -726,8 +733,10 @@ class StepEngine:
         return self.replica.computing and self.averaging is not None and self.averaging.absorbable
 
     def _changed(self) -> None:
-        """Wake the training thread if it waits, and the helper if there is work: a thread woken for nothing costs the
-        training thread the interpreter, half a millisecond per step."""
+        """Wake the training thread if it waits, and the helper only if it has work.
+
+        Needless wake-ups take the interpreter from the training thread, half a millisecond per step.
+        """
         self.lock.notify_all()
         if self._due():
             self.helper_wake.notify_all()
@@ -737,18 +746,21 @@ class StepEngine:
             raise self.failure
 
     def _out_of_common_steps(self) -> bool:
-        """Whether the training thread's gradient is none of the current step: it computes on other parameters, or the
-        step is made of something else (`local`, which it has not entered yet)."""
+        """Whether the training thread's gradient does not belong to the current step.
+
+        It computes on other parameters, or the step consists of something else (`local`, which this thread has not
+        entered yet).
+        """
         elsewhere = not self.taking_part or self.plan.mode == "local"
         return elsewhere or self.step != self.next_step or not self.replica.state.in_common_steps
 
     def _may_take_over(self) -> bool:
-        """Whether others wait for the step after one that the training thread has claimed and does not complete."""
+        """Whether others wait for the step after one that the training thread has claimed but does not complete."""
         return self._claims.early is not None and self.inactive and self._claims.closed
 
     def _may_close(self) -> bool:
         """Whether the helper may submit what is missing of the current step."""
         if self._claims.in_flight is not None or not self._claims.closed or not self.taking_part:
             return False
-        # A training thread that hangs inside step() must not let the queue grow without bound: the job waits for it.
+        # A training thread that hangs inside step() must not let the queue grow without bound: then the job waits.
         return len(self.replica.queue) < self._replay_queue and (self.inactive or self.plan.may_close)

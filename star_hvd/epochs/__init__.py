@@ -1,1 +1,1 @@
-"""An epoch of a `shard` loader on this rank: waiting for samples, batches, what the optimizers hear of them."""
+"""An epoch of a `shard` loader on this rank: waiting for samples, delivering batches, informing the optimizers."""

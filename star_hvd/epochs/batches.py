@@ -1,4 +1,4 @@
-"""An epoch in whole batches on this rank, of leased samples or of a stream of its own."""
+"""An epoch in whole batches on this rank, from leased samples or from this rank's own stream."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from star_hvd.runtime.runtime import Runtime
 
 __all__ = ["SOON_S", "LeasedBatches", "Leases", "Note", "StreamBatches"]
 
-SOON_S = 0.25  # An answer takes milliseconds; a rank that waits for longer delivers no gradient, and says so.
+SOON_S = 0.25  # An answer takes milliseconds; a rank that waits longer becomes inactive, since it gives no gradient.
 
 Note = Callable[[int, float], None]
-"""Is called with the samples of a batch and the seconds it was waited for, before the training loop gets it."""
+"""Called with the number of samples of a batch and the seconds it was waited for, before the training loop gets it."""
 
 
 class Leases:
-    """Waits of the training thread for samples to be leased to this rank.
+    """The training thread's waits for samples to be leased to this rank.
 
     Attributes:
-        waits: How often others had them all when this rank needed some, and some came back.
+        waits: Number of times this rank needed samples while others held all of them, and then got some.
     """
 
     def __init__(self, run: Runtime, stock: LeaseStock) -> None:
@@ -36,33 +36,33 @@ class Leases:
         self.waits = 0
 
     def more(self) -> bool:
-        """Whether there is something in stock; False when the epoch is over for this rank."""
+        """Wait until samples are in stock. Return False when the epoch is over for this rank."""
         run, stock = self._run, self._stock
         if stock.ready(0.0):
             return run.client.await_samples(stock)
         if not stock.had_share and stock.ready(SOON_S):
             more = run.client.await_samples(stock)
-        else:  # Others still work on what was leased to them, and some of it may come back.
+        else:  # Others still work on what was leased to them, some of which may be returned.
             with run.inactive("waiting for samples"):
                 more = run.client.await_samples(stock)
-        self.waits += more  # Not the wait for the others at the end.
+        self.waits += more  # Does not count the wait for the others at the end.
         return more
 
 
 class LeasedBatches:
-    """The batches that the workers load of leased samples; iterated once.
+    """The batches that the workers load from leased samples; iterated once.
 
     Args:
         run: The runtime of this process.
-        stock: What is leased to this rank; closed where the iteration ends, also in the middle of the epoch: the rest
-            is for the others.
-        order: Of the epoch's samples.
+        stock: The samples leased to this rank; closed when the iteration ends, even in the middle of the epoch, so
+            that other ranks get the rest.
+        order: The order of the epoch's samples.
         feeder: Loads them.
-        batch_size: Samples per batch where all are equal.
-        n_samples: Samples that the ranks together take in this epoch.
-        shares: Gives the batches other sizes; None where they stay as they are.
+        batch_size: Samples per batch if all are equal.
+        n_samples: Samples that all ranks together consume in this epoch.
+        shares: Sets other batch sizes; None if they are constant.
         repeats: Repeats batches that ran out of memory.
-        equal_because: Why all ranks need as many batches, beside what the runtime's optimizers say of themselves.
+        equal_because: Why all ranks need equally many batches, besides reasons of the runtime's optimizers.
         note: See `Note`.
 
     Attributes:
@@ -120,7 +120,7 @@ class LeasedBatches:
                 return
 
     def _whole_or_parts(self, batch: Batch, data: Any) -> Iterator[Any]:
-        """A batch, or its parts where it does not fit in memory."""
+        """Yield a batch, or its parts if it does not fit in memory."""
         order, feeder = self._order, self._feeder
         size = order.samples(batch.spans)
 
@@ -132,7 +132,7 @@ class LeasedBatches:
         return self._repeats.deliver(self._run, self._stock.loader, size, data, load)
 
     def _note_delivery(self, index: int) -> None:
-        """Batches differ from here on, maybe: what the user should know of it."""
+        """Check and warn when a batch is delivered, since batch sizes may differ between ranks from here on."""
         run = self._run
         if index == 1:
             self._raise_if_uneven()
@@ -141,20 +141,20 @@ class LeasedBatches:
             warn_of_shares(p for each in optimizers for group in each.param_groups for p in group["params"])
 
     def _raise_if_uneven(self, *, at_end: bool = False) -> None:
-        """Where ranks meet within their passes, all need as many batches: one without would be waited for in vain.
+        """Check that all ranks get equally many batches if they meet within their passes: else one would wait in vain.
 
-        Equal batch shares see to that, where the epoch's last step has a sample for every rank.
+        Equal batch shares ensure that, if the epoch's last step has a sample for every rank.
 
         Args:
-            at_end: This rank has had its last batch.
+            at_end: Whether this rank has had its last batch.
 
         Raises:
-            StarError: The epoch cannot be divided so.
+            StarError: The epoch cannot be divided that way.
         """
         run, size = self._run, self._batch_size
         reasons = (self._equal_because, *(driver.equal_batches for driver in run.drivers.values()))
         reason = next(filter(None, reasons), "")
-        if not reason or run.steps_ended == self._steps_before:  # Without steps no rank is waited for.
+        if not reason or run.steps_ended == self._steps_before:  # Without steps no rank waits.
             return
         ranks, rest = run.world_size, self._n_samples % (run.world_size * size)
         divided = self._shares is not None and (not at_end or self._shares.balanced)
@@ -171,8 +171,8 @@ class StreamBatches:
 
     Args:
         run: The runtime of this process.
-        stock: Leases of batches to come; closed where the iteration ends.
-        stream: The stream, which goes on from epoch to epoch.
+        stock: Leases of future batches; closed when the iteration ends.
+        stream: The stream, which continues from epoch to epoch.
         note: See `Note`.
 
     Attributes:
@@ -195,9 +195,9 @@ class StreamBatches:
         began_s = time.monotonic()
         while stream.load():
             if not self.leases.more() or self._run.client.begin_batch(stock) is None:
-                return  # What was loaded is the first batch of the next epoch.
+                return  # The loaded batch becomes the first one of the next epoch.
             data = stream.take()
             self._note(stream.samples(data), time.monotonic() - began_s)
             yield data
             began_s = time.monotonic()
-        stock.end()  # Its share is used up; the others go on.
+        stock.end()  # This rank's share is used up; the others continue.

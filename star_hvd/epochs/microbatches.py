@@ -1,4 +1,4 @@
-"""An epoch in micro-batches on this rank: its own, and those it takes over from others."""
+"""An epoch in micro-batches on this rank: its own, and those it takes over from other ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from star_hvd.runtime.runtime import Runtime
 
 __all__ = ["LeasedMicrobatches"]
 
-_LOOK_S = 0.002  # Between two looks whether a helper has made a step.
+_LOOK_S = 0.002  # Interval between checks whether a helper has made a step.
 
 
 class LeasedMicrobatches:
@@ -24,10 +24,10 @@ class LeasedMicrobatches:
 
     Args:
         run: The runtime of this process.
-        stock: The micro-batches that are this rank's to do; closed where the iteration ends.
-        order: Of the epoch's samples.
+        stock: This rank's micro-batches; closed when the iteration ends.
+        order: The order of the epoch's samples.
         feeder: Loads them.
-        steps: Steps that the epoch has.
+        steps: Number of steps in the epoch.
         note: See `Note`.
     """
 
@@ -36,7 +36,7 @@ class LeasedMicrobatches:
     ) -> None:
         self._run, self._stock, self._order, self._feeder = run, stock, order, feeder
         self._steps, self._note = steps, note
-        self._loaded: collections.deque[tuple[Batch, Any]] = collections.deque()  # Of later steps, maybe.
+        self._loaded: collections.deque[tuple[Batch, Any]] = collections.deque()  # Possibly of later steps.
 
     def __iter__(self) -> Iterator[Any]:
         ended = False
@@ -48,7 +48,7 @@ class LeasedMicrobatches:
             self._stock.close()
             self._feeder.end(self._stock)
             self._run.in_hand = None
-            if not ended:  # What is accumulated of a step that was left belongs to no other step.
+            if not ended:  # Gradients accumulated for an abandoned step must not get into another step.
                 for driver in self._run.drivers.values():
                     driver.forget_parts()
 
@@ -67,18 +67,18 @@ class LeasedMicrobatches:
             yield data
 
     def _await_part(self) -> bool:
-        """Reserve the next micro-batch of this step; False where it is over for this rank."""
+        """Reserve the next micro-batch of this step. False if the step is over for this rank."""
         run, stock = self._run, self._stock
-        if stock.at_work:  # Kernels of a whole share are launched in no time: nothing of it could be taken over.
+        if stock.at_work:  # Kernels of a whole share are launched at once; then nothing of it could be taken over.
             run.await_devices()
         began_s = time.monotonic()
         if not stock.begun and (not stock.decided(0.0 if stock.left_out else SOON_S) or stock.went_by):
-            # This rank has nothing of the step, and gives no gradient unless it takes over something.
+            # This rank has no part in the step, and gives no gradient unless it takes over something.
             with run.inactive("waiting for samples"):
                 steps = run.steps_begun()
                 while not stock.decided(SOON_S):
                     run.client.check_wait(began_s, "micro-batches")
-                # Where the step went by, its helper makes it. Before that no gradient of a later one may be given.
+                # If the step ended without this rank, its helper makes it; until then no later gradient may be given.
                 while stock.went_by and steps and run.steps_begun() == steps:
                     run.client.check_wait(began_s, "the other ranks' gradients")
                     time.sleep(_LOOK_S)
@@ -90,7 +90,7 @@ class LeasedMicrobatches:
         return found
 
     def _load(self, part: Microbatch) -> Any:
-        """The data of a micro-batch: out of the workers, or loaded here where it was another rank's."""
+        """Return the data of a micro-batch: from the workers, or loaded here if it was another rank's."""
         stock, feeder = self._stock, self._feeder
         if not part.own:
             return feeder.load([index for span in part.spans for index in self._order.indices(*span)])
@@ -101,7 +101,7 @@ class LeasedMicrobatches:
                 if found:
                     stock.delivered(batch.number)
                     return data
-                if found is False:  # Of a later step; else it was called back.
+                if found is False:  # Of a later step; None means that it was called back.
                     self._loaded.append((batch, data))
             more = feeder.next(stock.formed)
             if more is None:

@@ -1,1 +1,1 @@
-"""What feeds the training loop of a rank: which samples, in which order, in batches of which size, by which workers."""
+"""The input of a rank's training loop: which samples, in which order and batch sizes, loaded by which workers."""

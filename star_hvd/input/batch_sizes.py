@@ -1,11 +1,11 @@
-"""How many samples a rank's next batch has: equal batches, or the rank's batch share of the step it belongs to.
+"""Decide the size of a rank's next batch: a constant, or the rank's batch share of the step it belongs to.
 
 All ranks change their shares at the same step. A loader forms batches ahead of the training, so a change takes effect
-at a step of which no rank has formed its batch yet: asked by the coordinator, a rank answers with the first such step
-of its own and forms nothing from there on until the coordinator has said the step for all. With a few batches of margin
-no rank waits for that, as a rule.
+at a step for which no rank has formed its batch yet: when the coordinator asks, a rank answers with its first such step
+and forms nothing from there on until the coordinator has announced the step for all. With a margin of a few batches
+usually no rank has to wait for that.
 
-The size of a batch depends on its index in the epoch alone: a batch that is called back and formed again has the same.
+A batch's size depends only on its index in the epoch: a batch that is called back and formed again has the same size.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from star_hvd.locks import ordered_lock
 __all__ = ["BatchSizes"]
 
 _MARGIN = 2
-"""Batches that a rank may still form while an order is on its way: a step is longer than a message there and back."""
+"""Batches a rank may still form while an order is in transit: a step takes longer than a message round trip."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Shares from a batch of an epoch on; empty for equal ones."""
+    """Shares from some batch of an epoch on; empty for constant batches."""
 
     index: int
     shares: tuple[int, ...]
@@ -36,7 +36,7 @@ class _Sizes:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """An answered proposal: batches from `index` on wait for the order."""
+    """A proposal that was answered: batches from `index` on wait for the order."""
 
     number: int
     epoch: int
@@ -52,8 +52,8 @@ class BatchSizes(BatchSizer):
         rank: This rank.
         loader: Number of the loader.
         send: Sends a control message; does not wait.
-        step: The step that the training thread is at.
-        most: Most samples that fit in a batch by memory, 0 where unknown.
+        step: Returns the step that the training thread is at.
+        most: Returns the most samples per batch that fit in memory, 0 if unknown.
     """
 
     def __init__(
@@ -67,28 +67,28 @@ class BatchSizes(BatchSizer):
     ) -> None:
         self._rank, self._loader = rank, loader
         self._send, self._step, self._most = send, step, most
-        self._lock = ordered_lock("BatchSizes._lock")  # Guards what follows; messages are queued for sending under it.
+        self._lock = ordered_lock("BatchSizes._lock")  # Guards the fields below; messages are queued under it.
         self._epoch = -1
         self._batch = self._samples = 0
         self._sizes: list[_Sizes] = []  # Of the epoch, ascending.
-        self._shares: tuple[int, ...] = ()  # With which the next epoch begins.
-        self._formed = 0  # Batches of the epoch for which a size was given; none behind them has been formed.
-        self._at = (0, 0)  # A batch of the epoch that was delivered first in its step, and the step.
-        self._batches = 1  # In a step.
+        self._shares: tuple[int, ...] = ()  # Shares with which the next epoch starts.
+        self._formed = 0  # Number of the epoch's batches that have a size; no later batch has been formed.
+        self._at = (0, 0)  # The first batch delivered in some step: its index in the epoch, and the step.
+        self._batches = 1  # Batches per step.
         self._held: _Held | None = None
         self._open = False
 
     # ---- loader ---------------------------------------------------------------------------------------------
 
     def begin_epoch(self, epoch: int, samples: int, batch: int, *, even: int = 0) -> None:
-        """An epoch begins on this rank.
+        """Start an epoch on this rank.
 
         Args:
             epoch: Its number.
-            samples: Of all ranks, without those that were consumed before.
-            batch: Samples in a batch where all are equal.
-            even: Ranks of which each needs as many batches as the others, 0 where they need not be as many. They
-                begin with equal shares where none were ordered.
+            samples: Samples for all ranks, without those consumed before.
+            batch: Samples in a batch if all are equal.
+            even: Number of ranks if all need equally many batches, else 0. They start with equal shares if none were
+                ordered.
         """
         with self._lock:
             self._shares = self._shares or (batch,) * even
@@ -98,13 +98,13 @@ class BatchSizes(BatchSizer):
             self._at, self._open = (0, self._step()), True
 
     def end_epoch(self, epoch: int) -> None:
-        """This rank forms no more batches of an epoch."""
+        """Note that this rank forms no more batches of an epoch."""
         with self._lock:
-            if epoch == self._epoch:  # Else the next one has begun: the loop was left by an error that was kept.
+            if epoch == self._epoch:  # Else the next one has begun: an error kept the abandoned loop alive.
                 self._open = False
 
     def size(self, batch_index: int) -> int | None:
-        """See `BatchSizer`: None while an order is awaited."""
+        """See `BatchSizer`; None while an order is awaited."""
         with self._lock:
             if self._holds(batch_index):
                 return None
@@ -112,7 +112,7 @@ class BatchSizes(BatchSizer):
             return self._size_of(batch_index) or self._shares_at(batch_index)[self._rank]
 
     def delivered(self, index: int) -> None:
-        """The training loop is given the `index`-th batch of the epoch. In the training thread."""
+        """Note that the training loop gets the `index`-th batch of the epoch. Called in the training thread."""
         step = self._step()
         with self._lock:
             index_before, step_before = self._at
@@ -121,7 +121,7 @@ class BatchSizes(BatchSizer):
                 self._at = (index, step)
 
     def beyond(self, batch_index: int) -> bool:
-        """See `BatchSizer`: behind the last step in which it has a part a rank gets only what others leave over."""
+        """See `BatchSizer`: after its part of the last step a rank gets only samples that others leave over."""
         with self._lock:
             sizes = self._at_index(batch_index)
             if sizes is None or not sizes.shares or self._holds(batch_index):
@@ -130,20 +130,20 @@ class BatchSizes(BatchSizer):
 
     @property
     def uneven(self) -> bool:
-        """Whether batches of this epoch, or of the next, differ between ranks."""
+        """Whether batch sizes of this epoch, or of the next, differ between ranks."""
         with self._lock:
             return len(set(self._shares)) > 1
 
     @property
     def balanced(self) -> bool:
-        """See `BatchSizer`: whether batches of this epoch, or of the next, have or had shares of their own."""
+        """See `BatchSizer`: whether this epoch, or the next, has or had batch shares."""
         with self._lock:
             return bool(self._shares) or any(each.shares for each in self._sizes)
 
     # ---- agent's thread -------------------------------------------------------------------------------------
 
     def on_message(self, message: ShareProposal | ShareOrder) -> None:
-        """A proposal, answered at once, or an order."""
+        """Answer a proposal at once, or follow an order."""
         with self._lock:
             if isinstance(message, ShareProposal):
                 self._answer(message)
@@ -155,7 +155,7 @@ class BatchSizes(BatchSizer):
             self._held = _Held(message.number, self._epoch + 1, 0, EPOCH_START, self._batches)
             taken, planned = 0, [0, 0]
         else:
-            # The first batch of a step, behind the margin.
+            # The first batch of a step after the margin.
             at, step = self._at
             steps = max(0, -(-(self._formed + _MARGIN - at) // self._batches))
             index = at + steps * self._batches
@@ -179,8 +179,8 @@ class BatchSizes(BatchSizer):
             return
         self._shares = tuple(message.shares)
         if message.epoch > self._epoch:
-            return  # The next epoch begins with them.
-        if message.epoch < self._epoch:  # It was asked for between two epochs, of which one was left out.
+            return  # The next epoch starts with them.
+        if message.epoch < self._epoch:  # The request came between two epochs, one of which was skipped.
             self._sizes = [_Sizes(0, self._shares, self._samples)]
             return
         index = 0
@@ -196,7 +196,7 @@ class BatchSizes(BatchSizer):
         return held is not None and (self._epoch, index) >= (held.epoch, held.index)
 
     def _taken_before(self, index: int) -> int:
-        """Samples of this rank in the batches of the epoch before one, as they are planned."""
+        """Return this rank's planned samples in the epoch's batches before one."""
         ends = [each.index for each in self._sizes[1:]] + [index]
         taken = 0
         for sizes, end in zip(self._sizes, ends, strict=True):
@@ -214,13 +214,13 @@ class BatchSizes(BatchSizer):
         return sizes.shares if sizes is not None else ()
 
     def _size_of(self, index: int) -> int:
-        """Planned samples of a batch: 0 where this rank has no part in the epoch's last step."""
+        """Return the planned samples of a batch; 0 if this rank has no part in the epoch's last step."""
         sizes = self._at_index(index)
         if sizes is None or not sizes.shares:
             return self._batch
         left = self._left(sizes, index)
         if left <= 0 or left >= sum(sizes.shares):
-            return sizes.shares[self._rank]  # Where something is left against all reckoning, it is given out too.
+            return sizes.shares[self._rank]  # Samples left over against the plan are given out too.
         return divide(left, sizes.shares)[self._rank]
 
     def _at_index(self, index: int) -> _Sizes | None:
@@ -228,5 +228,5 @@ class BatchSizes(BatchSizer):
 
     @staticmethod
     def _left(sizes: _Sizes, index: int) -> int:
-        """Samples of the epoch from a batch on, for all ranks."""
+        """Return the epoch's samples from a batch on, for all ranks."""
         return sizes.remaining - (index - sizes.index) * sum(sizes.shares)

@@ -1,11 +1,10 @@
-"""Batches loaded ahead: a torch DataLoader of ours with everything the user set on his, fed by a stock of leases.
+"""Load batches ahead: a torch DataLoader of ours with all options the user set, fed from a stock of leases.
 
-Only the sampler is ours. It forms a batch whenever the loader wants an index for its workers, and says that it is
-exhausted while there is nothing in stock; torch then delivers what is on its way, and the loader is iterated again.
-Its worker processes are kept for that in any case; where the user did not ask for persistent workers they end with
-the epoch.
+Only the sampler is ours. It forms a batch whenever the loader requests indices for its workers, and reports that it is
+exhausted while nothing is in stock; torch then delivers the batches in progress, and the loader is iterated again. Its
+worker processes are kept for that in any case; if the user did not request persistent workers they end with the epoch.
 
-Which batch comes out is known by its order, or, where batches may overtake each other (`in_order=False`), by a number
+A delivered batch is identified by the order or, where batches may overtake each other (`in_order=False`), by a number
 that travels with the indices and comes back beside the collated batch.
 """
 
@@ -27,7 +26,7 @@ __all__ = ["Feeder", "Indices", "loader_options"]
 Stock = LeaseStock | MicrobatchStock
 
 Indices = Callable[[int, int], list[Any]]
-"""The data set's indices at the positions from start to stop of the epoch's order."""
+"""Returns the data set's indices at the positions from start to stop of the epoch's order."""
 
 _OPTIONS = (
     "num_workers",
@@ -42,11 +41,11 @@ _OPTIONS = (
     "pin_memory_device",
     "in_order",  # Since torch 2.6.
 )
-_IN_THREAD = ("collate_fn", "pin_memory", "pin_memory_device")  # Of these, what a loader without workers takes.
+_IN_THREAD = ("collate_fn", "pin_memory", "pin_memory_device")  # Options that a loader without workers accepts.
 
 
 def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """What was set on a DataLoader, as keyword arguments, except data set, batches and sampler."""
+    """Return a DataLoader's options as keyword arguments, except data set, batches and sampler."""
     return {name: getattr(loader, name) for name in _OPTIONS if hasattr(loader, name)}
 
 
@@ -54,13 +53,13 @@ class Feeder:
     """Turns leased positions into loaded batches.
 
     Args:
-        dataset: The user's, map-style.
+        dataset: The user's map-style data set.
         options: Keyword arguments of `DataLoader`; see `loader_options`.
     """
 
     def __init__(self, dataset: Dataset[Any], options: dict[str, Any]) -> None:
         self._options = dict(options)
-        self.load_s = 0.0  # Until a batch is loaded where none is on its way; of the last epoch.
+        self.load_s = 0.0  # Seconds to load a batch when no other is in progress; of the last epoch.
         self._persistent = bool(options.get("persistent_workers")) or not options.get("num_workers")
         self.in_order = bool(options.get("in_order", True))
         self.collates_by_default = options.get("collate_fn") in (None, default_collate)
@@ -69,7 +68,7 @@ class Feeder:
             self._options["collate_fn"] = _Numbering(options.get("collate_fn") or default_collate)
         if options.get("num_workers"):
             self._options["persistent_workers"] = True
-        if options.get("generator") is not None:  # It also seeds the user's sampler, equally on all ranks: a copy.
+        if options.get("generator") is not None:  # A copy: it also seeds the user's sampler, equally on all ranks.
             self._options["generator"] = torch.Generator().set_state(options["generator"].get_state())
         self._dataset = dataset
         self._loader: DataLoader[Any] | None = self._make()
@@ -77,22 +76,22 @@ class Feeder:
         self._direct: DataLoader[Any] | None = None
         self._direct_indices: list[list[Any]] = []
         workers, prefetch = self._loader.num_workers, self._loader.prefetch_factor or 0
-        self.ahead = workers * prefetch + 1 if workers else 0  # A batch more than the workers load ahead.
+        self.ahead = workers * prefetch + 1 if workers else 0  # One batch more than the workers load ahead.
         self._sampler.workers = workers
 
     def _make(self) -> DataLoader[Any]:
         return DataLoader(self._dataset, batch_sampler=self._sampler, **self._options)
 
     def begin(self, stock: Stock, indices: Indices) -> None:
-        """An epoch begins, or goes on."""
+        """Start an epoch, or continue it."""
         self._sampler.begin(stock, indices)
         self._batches = iter(())
 
     def next(self, begin: Callable[[int], Batch | None]) -> tuple[Batch, Any] | None:
-        """The next batch that was not called back; None where nothing is on its way any more.
+        """Return the next batch that was not called back; None if no more are in progress.
 
         Args:
-            begin: Begins the batch of a number, None where it was called back.
+            begin: Begins the batch with a given number; returns None if it was called back.
         """
         on_their_way = self._sampler.on_their_way
         while True:
@@ -110,7 +109,7 @@ class Feeder:
                 return batch, data
 
     def load(self, indices: list[Any]) -> Any:
-        """Load a batch in this thread, past the workers, which are at later ones."""
+        """Load a batch in this thread instead of in the workers, which are at later batches."""
         if self._direct is None:
             options = {name: self._options[name] for name in _IN_THREAD if name in self._options}
             self._direct = DataLoader(self._dataset, batch_sampler=self._direct_indices, **options)
@@ -119,23 +118,23 @@ class Feeder:
         return data if self.in_order else data.batch
 
     def start(self) -> None:
-        """Order batches again, behind a time in which nothing was in stock; nothing is on its way."""
+        """Request batches again after a time in which nothing was in stock; none are in progress."""
         if self._loader is None:
             self._loader = self._make()
         self._sampler.restart()
         self._batches = iter(self._loader)
 
     def end(self, stock: Stock) -> None:
-        """The epoch of this stock is over, or its loop was left: workers end, unless they are to be kept."""
+        """End the epoch of this stock, or an abandoned loop: workers end unless they are to be kept."""
         if not self._sampler.end(stock):
-            return  # The next one has begun already: the loop was left by an error that was kept for a while.
+            return  # The next epoch has begun: an error kept the abandoned loop alive for a while.
         self._batches = iter(())
         if not self._persistent:
             self._loader = None
 
 
 class _Sampler:
-    """The batch sampler of the inner loader: indices of whatever is in stock."""
+    """The batch sampler of the inner loader: yields indices of what is in stock."""
 
     def __init__(self, *, numbered: bool) -> None:
         self.on_their_way: deque[int] = deque()
@@ -162,11 +161,11 @@ class _Sampler:
         return self
 
     def __next__(self) -> list[Any]:
-        """May be exhausted for now and have more later; torch asks again with every batch that comes out."""
+        """May be exhausted for now and have more later; torch asks again with every batch it delivers."""
         if self._source is None:
             raise StopIteration
         stock, indices = self._source
-        # One batch is ordered per batch that comes out: workers without work get some only if all begin anew.
+        # torch requests one batch per delivered batch, so idle workers get work only if the loader is iterated again.
         idle = self._was_dry and len(self.on_their_way) < self.workers
         batch = None if idle and stock.in_stock >= self.workers * stock.batch else stock.form()
         if batch is None:
@@ -179,16 +178,16 @@ class _Sampler:
 
 # ---- batches that overtake each other ---------------------------------------------------------------------------
 
-_number = 0  # In a worker process: of the batch being loaded. It loads one at a time.
+_number = 0  # In a worker process: number of the batch being loaded, one at a time.
 
 
 class _Numbered(list[Any]):
-    """Indices that make a batch's number known where they are unpacked, which a worker does right before it loads."""
+    """Indices that set the current batch number when they are unpickled, which a worker does right before it loads."""
 
     def __init__(self, number: int, indices: list[Any]) -> None:
         super().__init__(indices)
         self._arrived = number
-        _arrive(number, [])  # Without workers the batch is loaded here, at once.
+        _arrive(number, [])  # Without workers the batch is loaded here, immediately.
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (self._arrived, list(self))
@@ -201,7 +200,7 @@ def _arrive(number: int, indices: list[Any]) -> list[Any]:
 
 
 class _Numbering:
-    """A collate function that keeps the batch's number beside the batch."""
+    """A collate function that returns the batch together with its number."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -211,12 +210,12 @@ class _Numbering:
 
 
 class _Loaded:
-    """A batch with its number."""
+    """A batch and its number."""
 
     def __init__(self, number: int, batch: Any) -> None:
         self.number, self.batch = number, batch
 
     def pin_memory(self) -> _Loaded:
-        """As the loader does with batches that are no tensors or containers."""
+        """Called by the loader, which pins objects other than tensors and containers by this method."""
         self.batch = torch.utils.data._utils.pin_memory.pin_memory(self.batch)
         return self

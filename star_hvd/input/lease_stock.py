@@ -1,15 +1,15 @@
 """A rank's stock of samples: leased ahead of its work by the coordinator, formed into batches, begun one by one.
 
-The training thread forms batches for the worker processes and asks for more samples while there is still plenty, so
-that it waits for no answer, and continues with them while the coordinator's process is frozen.
+The training thread forms batches for the worker processes and requests more samples while many are left, so that it
+never waits for an answer and can continue while the coordinator's process is frozen.
 
-A batch is begun when it is handed to the training loop. Until then it can be called back at any time, in the agent's
-thread, even if the workers have loaded it: what comes out of them is then thrown away, and another rank loads it
-again. Where batches may overtake each other (`in_order=False`) those on their way count as begun, because the
-coordinator knows what was begun by the number of samples alone; if the loop is left, they are named one by one.
+A batch is begun when it is handed to the training loop. Until then the agent's thread can call it back at any time,
+even if the workers have loaded it: their output is then discarded, and another rank loads the batch again. Where
+batches may overtake each other (`in_order=False`) all batches in progress count as begun, because the coordinator
+identifies begun samples only by their number; if the loop is abandoned, they are listed one by one.
 
-Batches have the sizes that a `BatchSizer` plans. Where these are batch shares, a batch of less is formed only if the
-coordinator has nothing more for it, and a rank that has had its share of the epoch returns what is left in its stock.
+A `BatchSizer` plans the batch sizes. With batch shares, a smaller batch is formed only if the coordinator has no more
+samples for it, and a rank that has had its share of the epoch returns the rest of its stock.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from star_hvd.locks import ordered_condition
 
 __all__ = ["Batch", "BatchSizer", "ConstantBatches", "Consumption", "LeaseStock"]
 
-_LOOK_S = 0.5  # Between two looks whether the wait has become pointless.
-_ASK_BELOW = 0.75  # Of what there was behind the last answer.
-_STEPS_KEPT = 512  # Batches of which the step they were for is known.
+_LOOK_S = 0.5  # Interval between checks whether the wait has become pointless.
+_ASK_BELOW = 0.75  # Request more when less than this fraction of the stock after the last answer is left.
+_STEPS_KEPT = 512  # Number of latest batches whose step is remembered.
 
 
 class BatchSizer(abc.ABC):
-    """Says how many samples the batches of this rank have."""
+    """Decides how many samples the batches of this rank have."""
 
     @property
     def balanced(self) -> bool:
-        """Whether ranks take their shares of the samples: batches have their sizes even where a lease ends in one."""
+        """Whether ranks have batch shares: batches keep their sizes even if a lease ends within one."""
         return False
 
     @abc.abstractmethod
     def size(self, batch_index: int) -> int | None:
-        """Samples in a batch, at least 1; asked for when it is to be formed, several batches before it is worked on.
+        """Return the samples in a batch, at least 1; called when it is formed, several batches before it is used.
 
-        None where it cannot be said yet. Does not wait.
+        Returns None if that is not decided yet. Does not wait.
 
         Args:
-            batch_index: Number of the batch in the sequence that this rank delivers in the epoch, from 0. If batches
-                are called back before they were delivered, later ones get their numbers, and are asked for again.
+            batch_index: Index of the batch, from 0, among those that this rank delivers in the epoch. If batches are
+                called back before delivery, later ones take their indices, for which this is called again.
         """
 
     def beyond(self, batch_index: int) -> bool:
@@ -70,12 +70,12 @@ class ConstantBatches(BatchSizer):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch on its way through the workers.
+    """A batch being loaded by the workers.
 
     Attributes:
-        number: Of all batches formed of this stock.
+        number: Its number among all batches formed from this stock.
         spans: Its positions.
-        formed_s: When it was formed, where none was on its way before; else 0.
+        formed_s: When it was formed, if no other was in progress then; else 0.
     """
 
     number: int
@@ -84,51 +84,51 @@ class Batch:
 
     @property
     def samples(self) -> int:
-        """How many positions it has."""
+        """Number of positions."""
         return sum(stop - start for start, stop in self.spans)
 
 
 class Consumption:
-    """Which positions a rank has begun, and for which training steps the recent ones."""
+    """The positions a rank has begun, and for recent ones the training step they were for."""
 
     def __init__(self) -> None:
         self._before: list[Span] = []
-        self._recent: deque[tuple[int, tuple[Span, ...]]] = deque(maxlen=_STEPS_KEPT)  # Step and spans of batches.
+        self._recent: deque[tuple[int, tuple[Span, ...]]] = deque(maxlen=_STEPS_KEPT)  # Step and spans per batch.
 
     def note(self, spans: tuple[Span, ...], step: int) -> None:
-        """A batch is begun, for the step behind so many; -1 where that is not known."""
+        """Note that a batch is begun after `step` steps; -1 if that number is unknown."""
         if len(self._recent) == _STEPS_KEPT:
             self._before = joined([*self._before, *self._recent[0][1]])
         self._recent.append((step, spans))
 
     def forget(self, spans: tuple[Span, ...]) -> None:
-        """The last batch was not begun after all."""
+        """Note that the last batch was not begun after all."""
         if self._recent and self._recent[-1][1] == spans:
             self._recent.pop()
 
     def by(self, step: int) -> list[Span]:
-        """The samples of all batches that were for steps up to this one."""
+        """Return the samples of all batches that were for steps up to this one."""
         late = [span for for_step, spans in self._recent if 0 <= step <= for_step for span in spans]
         return without([*self._before, *(span for _, spans in self._recent for span in spans)], late)
 
 
 class LeaseStock:
-    """See the module's text.
+    """Samples leased to this rank for one epoch of one loader; see the module docstring.
 
     Args:
         rank: This rank, for messages.
         loader: Number of the loader.
         epoch: The epoch.
-        samples: Of the whole epoch.
+        samples: Samples in the whole epoch.
         batch: Samples in a batch.
-        drop_last: Whether a short last batch of the epoch is left out.
+        drop_last: Whether a short last batch of the epoch is dropped.
         send: Sends a control message; does not wait.
-        ahead: Batches that are to be in stock beyond the one in work: what the workers load ahead, and one more.
-        in_order: Whether batches come out of the workers in the order in which they were formed.
-        load_s: Seconds until a batch is loaded where none is on its way, from earlier epochs.
-        sizer: Says how many samples each batch has; `batch` where left out.
+        ahead: Batches to keep in stock besides the one in use: what the workers load ahead, and one more.
+        in_order: Whether the workers deliver batches in the order in which they were formed.
+        load_s: Seconds to load a batch when no other is in progress, from earlier epochs.
+        sizer: Decides how many samples each batch has; `batch` if left out.
         fixed: Whether the sizes cannot follow batch shares.
-        even: Whether every rank needs as many batches as the others, see `LeaseAsk.even`.
+        even: Whether all ranks need equally many batches, see `LeaseAsk.even`.
     """
 
     def __init__(
@@ -157,31 +157,31 @@ class LeaseStock:
         self._drop_last, self._ahead, self._in_order = drop_last, ahead, in_order
         self._digest, self._done = 0, list[int]()
         self._send = send
-        # Guards what follows; messages are queued for sending under it.
+        # Guards the fields below; messages are queued for sending under it.
         self._changed = ordered_condition("LeaseStock._changed")
         self._spans: deque[Span] = deque()
-        self._formed: dict[int, Batch] = {}  # On their way, in the order in which they were formed.
-        self._numbers = self._delivered = 0  # Batches formed, and begun.
+        self._formed: dict[int, Batch] = {}  # In progress, in the order in which they were formed.
+        self._numbers = self._delivered = 0  # Number of batches formed, and of batches begun.
         self._begun = 0
         self._consumption = Consumption()
-        self._level = 0  # Samples in stock behind the last answer.
+        self._level = 0  # Samples in stock after the last answer.
         self._reported = (-1, -1)  # Samples begun, and batches delivered, at the last request.
-        self._largest = batch  # Samples in a batch.
+        self._largest = batch  # Most samples in a batch so far.
         self._asked = self._over = self._exhausted = False
-        self._idle = False  # The training thread has nothing to work on, until a batch is begun.
-        # Indices of batches, -1 for none: more was asked for it, no more comes for it, the rest was returned at it.
+        self._idle = False  # Whether the training thread has no work, until a batch is begun.
+        # Indices of batches, -1 for none: for which more was requested, no more comes, and the rest was returned.
         self._asked_for = self._nothing_more_for = self._returned_for = -1
         self._refused = ""
 
     def open(self) -> None:
-        """Ask for the first samples; the answer may come at once, so its receiver must know this stock before."""
+        """Request the first samples; the answer may come at once, so its receiver must know this stock already."""
         with self._changed:
             self._ask()
 
     # ---- training thread ------------------------------------------------------------------------------------
 
     def begin(self, digest: int, done: list[int]) -> None:
-        """The epoch begins: say in which order this rank has the samples, and what was consumed before."""
+        """Begin the epoch: send this rank's order of the samples (`digest`) and what was consumed before (`done`)."""
         with self._changed:
             self._digest, self._done = digest, done
             self._idle = True
@@ -189,34 +189,34 @@ class LeaseStock:
             self._asked = True
 
     def ready(self, limit_s: float) -> bool:
-        """Wait until there is a batch or the epoch is over for this rank; whether it came to that in time."""
+        """Wait until there is a batch or the epoch is over for this rank. Return whether that happened in time."""
         with self._changed:
             self._note_idle()
             return self._changed.wait_for(self._is_ready, limit_s)
 
     def _note_idle(self) -> None:
-        """The training thread has nothing to work on; a request that waits for other ranks is then made again."""
+        """Note that the training thread has no work; a request that waits for other ranks is then repeated."""
         if not self._idle:
             self._idle = True
             if self._asked and not (self._spans or self._formed or self._over):
                 self._send_ask(again=True)
 
     def _is_ready(self) -> bool:
-        """Whether a batch can be formed, or no more come; asks for what the next one lacks."""
+        """Whether a batch can be formed or no more will come; requests what the next batch lacks."""
         if not self._spans and (self._over or not self._sizer.balanced):
             return self._over
         size = self._sizer.size(self._next_index)
         return size is not None and self._suffices(size)
 
     def _suffices(self, size: int) -> bool:
-        """Whether the next batch can be formed of what is in stock; returns or asks for samples where it cannot."""
+        """Whether the stock suffices for the next batch; if not, returns samples or requests more."""
         index = self._next_index
         exact = self._sizer.balanced
         if self._over or not (exact or size != self.batch):
             return bool(self._spans)
         if exact and self._returned_for != index and self._sizer.beyond(index):
             if self._asked:
-                return False  # What is on its way cannot be returned.
+                return False  # Samples in transit cannot be returned.
             self._returned_for = index
             self._return_rest()
         if self._left() >= size or self._nothing_more_for == index:
@@ -226,7 +226,7 @@ class LeaseStock:
         return False
 
     def _return_rest(self) -> None:
-        """This rank has had its share: return what no batch was formed of. What is left over may come back."""
+        """Return unformed samples, since this rank has had its share. Samples that others leave over may come back."""
         if self._spans:
             self._spans.clear()
             self._send_return(self._on_their_way() if self._in_order else 0, unasked=True)
@@ -245,25 +245,25 @@ class LeaseStock:
 
     @property
     def delivered(self) -> int:
-        """Batches of the epoch that were begun."""
+        """Number of the epoch's batches that were begun."""
         with self._changed:
             return self._delivered
 
     @property
     def had_share(self) -> bool:
-        """Whether the next batch, if there is one, is of what other ranks leave over."""
+        """Whether the next batch, if there is one, consists of samples that other ranks leave over."""
         with self._changed:
             return self._sizer.beyond(self._next_index)
 
     def wake(self) -> None:
-        """The sizes of batches may have changed."""
+        """Wake a waiting thread, since batch sizes may have changed."""
         with self._changed:
             self._nothing_more_for = -1
             self._changed.notify_all()
 
     @property
     def in_stock(self) -> int:
-        """Samples that no batch has been formed of."""
+        """Samples that are not formed into batches yet."""
         with self._changed:
             return self._left()
 
@@ -275,7 +275,7 @@ class LeaseStock:
         *,
         longest_s: float | None = None,
     ) -> Span | None:
-        """Form and begin the next batch: its positions, None when the epoch is over for this rank.
+        """Form and begin the next batch. Return its positions, None when the epoch is over for this rank.
 
         Raises:
             DeadlineError: The coordinator did not answer.
@@ -300,17 +300,17 @@ class LeaseStock:
         *,
         longest_s: float | None = None,
     ) -> bool:
-        """Wait for samples; False when the epoch is over for this rank.
+        """Wait for samples. Return False when the epoch is over for this rank.
 
         Args:
-            deadline_s: Longest wait for a coordinator that is silent.
-            check: Raises what makes the wait pointless.
-            silent_s: Seconds since the coordinator was heard.
-            longest_s: Longest wait while it is heard: another rank then stands still with what is left.
+            deadline_s: Longest wait for a silent coordinator.
+            check: Raises an error that makes the wait pointless.
+            silent_s: Returns the seconds since the coordinator was last heard.
+            longest_s: Longest wait while it is heard: then another rank has stopped with the remaining samples.
 
         Raises:
             DeadlineError: The coordinator did not answer.
-            ValueError: This rank's samples are not those of the others.
+            ValueError: This rank's samples differ from those of the others.
         """
         began_s = time.monotonic()
         while True:
@@ -337,7 +337,7 @@ class LeaseStock:
                 )
 
     def form(self) -> Batch | None:
-        """Form the next batch for the workers; None where there are not enough samples, or its size is open, for now.
+        """Form the next batch for the workers. None if samples are missing, or its size is undecided, for now.
 
         Does not wait.
         """
@@ -367,10 +367,10 @@ class LeaseStock:
             return batch
 
     def take(self, number: int, step: int = -1) -> Batch | None:
-        """A batch came out of the workers: begin it. None where it was called back meanwhile.
+        """Begin a batch that came out of the workers. Return None if it was called back meanwhile.
 
         Args:
-            number: Of the batch.
+            number: Number of the batch.
             step: Steps that the parameters have had; the batch is for the next one. -1 without an optimizer.
         """
         with self._changed:
@@ -389,12 +389,12 @@ class LeaseStock:
             return batch
 
     def end(self) -> None:
-        """This rank takes no more, and goes to the end of the epoch."""
+        """Note that this rank takes no more samples, and waits for the end of the epoch."""
         with self._changed:
             self._exhausted = True
 
     def close(self) -> None:
-        """The loop was left: say so, and give back what was not begun."""
+        """Report that the loop has ended, and return what was not begun."""
         with self._changed:
             if not self.closed:
                 self.closed = True
@@ -415,7 +415,7 @@ class LeaseStock:
         return sum(stop - start for start, stop in self._spans)
 
     def _ask_ahead(self) -> None:
-        """Ask for more while there is plenty, and something was begun since: else the answer would be the same."""
+        """Request more while many are left and something was begun since (else the answer would be the same)."""
         if self._asked or self._over or (self._begun, self._delivered) == self._reported:
             return
         short = self._left() <= max(1, self._ahead // 2) * self._largest
@@ -423,7 +423,7 @@ class LeaseStock:
             self._ask()
 
     def _ask(self, index: int = -1) -> None:
-        """Ask for more samples, for the batch of this index if it lacks some."""
+        """Request more samples, for the batch of this index if that lacks some."""
         self._asked, self._asked_for, self._nothing_more_for = True, index, -1
         self._send_ask()
 
@@ -453,14 +453,14 @@ class LeaseStock:
     # ---- agent's thread -------------------------------------------------------------------------------------
 
     def on_message(self, message: Message) -> None:
-        """An answer, a recall, or the question what was consumed."""
+        """Handle an answer, a recall, or a question about consumed samples."""
         with self._changed:
             if isinstance(message, ReportConsumed):
                 spans = [bound for span in self._consumption.by(message.step) for bound in span]
                 self._send(Consumed(self.loader, self.epoch, message.step, spans))
                 return
             if self.closed:
-                return  # All was given back.
+                return  # Everything was returned.
             if isinstance(message, Lease):
                 self._asked = False
                 self._over, self._refused = message.over, message.refused
@@ -472,7 +472,7 @@ class LeaseStock:
                 kept = self._give_back(message.keep)
                 self._send_return(kept)
             if not self._spans and not self._formed and not self._over and not self._asked:
-                self._ask()  # The answer was of a time when there still was something here.
+                self._ask()  # The answer was sent when there still was something here.
             self._changed.notify_all()
 
     def _held(self) -> int:
@@ -482,19 +482,19 @@ class LeaseStock:
         return sum(batch.samples for batch in self._formed.values())
 
     def _give_back(self, keep: int) -> int:
-        """Forget all but the first `keep` samples that were not begun, whole batches of those formed; what is left.
+        """Forget samples that were not begun except the first `keep`, formed batches as a whole. Return how many stay.
 
-        While there is nothing in work here the first batch stays: ranks would take it from each other for ever. Unless
-        every rank has its share, which none takes from another.
+        While this rank is idle its first batch stays, else ranks would take it from each other forever. That does not
+        apply with batch shares, which no rank takes from another.
         """
         kept, first = 0, next(iter(self._formed.values()), None)
-        self._returned_for = -1  # Batches get other numbers.
+        self._returned_for = -1  # Batches get other indices.
         if self._idle and not self._sizer.balanced and (first is None or self._in_order):
             keep = max(keep, self.batch if first is None else first.samples)
         if self._in_order:
             for number, batch in list(self._formed.items()):
                 if kept + batch.samples > keep:
-                    keep = kept  # It and all behind it go.
+                    keep = kept  # This one and all after it go.
                     del self._formed[number]
                 else:
                     kept += batch.samples

@@ -1,16 +1,16 @@
 """A rank's micro-batches: those of its share of each step, and those it takes over from other ranks.
 
-What is in a step is decided by the coordinator (`scheduler.rules.microbatches`), in tasks; a micro-batch is a run of
-tasks that are computed in one pass. Here the passes of this rank's shares are formed for the loader's workers, steps
-ahead, and begun one by one. Until one is begun it can be called back, or its last tasks can, in the agent's thread;
-what the workers have loaded of it is then thrown away. One that is taken over is loaded by the training thread: it is
-due at once, and the workers are at later steps; so is what stays of one that was loaded.
+The coordinator (`scheduler.rules.microbatches`) decides what is in a step, in tasks; a micro-batch is a run of tasks
+that are computed in one pass. This module forms the passes of this rank's shares for the loader's workers, steps
+ahead, and begins them one by one. Until a micro-batch is begun the agent's thread can call it back, or only its last
+tasks; what the workers have loaded of it is then discarded. A micro-batch that is taken over is loaded by the training
+thread, since it is due at once while the workers are at later steps; so is the rest of a loaded one that was cut.
 
-A rank of which a pass took far longer than was expected gives back what it has not begun of the step: the coordinator
-divides that anew, and this rank's next pass may be none of it. It would not end in time what it began now.
+A rank whose pass took far longer than expected returns the tasks of the step it has not begun; the coordinator
+redistributes them, and the rank may get none back, since it could not finish them in time.
 
-The training thread reserves a micro-batch where the optimizer is asked to step, or where the loop asks for the next
-one: if there is one of this step it counts as begun, so the step is not over for this rank, which no other can change.
+The training thread reserves a micro-batch when the optimizer is asked to step, or when the loop asks for the next one.
+If there is one in this step it counts as begun, so the step is not over for this rank, and no other rank can take it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from star_hvd.locks import ordered_condition
 
 __all__ = ["Microbatch", "MicrobatchInHand", "MicrobatchStock"]
 
-_LATE = 1.5  # Times its expected time from which on a pass shows that this rank has become slow.
+_LATE = 1.5  # A pass that takes this many times its expected time shows that the rank has become slow.
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class Microbatch:
 
     Attributes:
         step: The step of the epoch.
-        task: The number of the first one in the step.
+        task: Number of its first task in the step.
         spans: Its positions.
-        own: Whether it comes out of the loader's workers.
-        tasks: How many they are.
+        own: Whether the loader's workers load it.
+        tasks: Number of tasks.
         granted: Whether it was another rank's.
     """
 
@@ -66,25 +66,26 @@ class Microbatch:
 
     @property
     def stop(self) -> int:
-        """The number behind the last one's."""
+        """The number after that of the last task."""
         return self.task + self.tasks
 
 
 class MicrobatchStock:
-    """See the module's text.
+    """This rank's micro-batches of one epoch; see the module docstring.
 
     Args:
         rank: This rank.
         loader: Number of the loader.
         epoch: Number of the epoch.
-        layout: Where the micro-batches lie.
-        opening: What tells the coordinator that this rank begins the epoch.
+        layout: Positions of the micro-batches.
+        opening: Message that tells the coordinator that this rank begins the epoch.
         send: Sends a control message; does not wait.
 
     Attributes:
-        batch: Samples in a micro-batch of the user's, about.
-        own_part: Time of the passes of this step so far, over that of a user's batch in `parts` passes, at one pace.
-        taken_over: Micro-batches begun that were in another rank's share.
+        batch: Approximate number of samples in one of the user's micro-batches.
+        own_part: Expected time of this step's passes so far, relative to a user's batch in `parts` passes at equal
+            pace.
+        taken_over: Number of begun micro-batches that were in another rank's share.
     """
 
     def __init__(
@@ -92,26 +93,26 @@ class MicrobatchStock:
     ) -> None:
         self.loader, self.epoch, self.samples = opening.loader, opening.epoch, opening.samples
         self.batch = max(1, opening.batch // opening.parts)
-        self.load_s = 0.0  # As `LeaseStock` has it: loading here is not timed.
+        self.load_s = 0.0  # As in `LeaseStock`; loading is not timed here.
         self.closed = False
         self.taken_over = 0
         self.own_part = 0.0
         self._rank, self._layout, self._opening, self._send = rank, layout, opening, send
         layout.limit_passes(opening.most)
-        # Guards what follows; messages are queued for sending under it.
+        # Guards the fields below; messages are queued for sending under it.
         self._changed = ordered_condition("MicrobatchStock._changed")
         self._queue: deque[Microbatch] = deque()  # Of this rank's shares, not formed yet.
-        self._formed: dict[int, Microbatch] = {}  # On their way through the workers, by number.
+        self._formed: dict[int, Microbatch] = {}  # In progress in the workers, by number.
         self._granted: deque[Microbatch] = deque()
         self._numbers = 0
         self._step = 0
         self._closed_upto = -1
         self._reserved: Microbatch | None = None
         self._begun: set[Microbatch] = set()  # Of this step.
-        self._shares: dict[int, MicrobatchShares] = {}  # Of each step, as far as known.
+        self._shares: dict[int, MicrobatchShares] = {}  # By step, as far as known.
         self._consumption = Consumption()
-        self._began_s, self._present = 0.0, 0  # When the pass began that the training thread works on, and its tasks.
-        self._last_s = 0.0  # Time of the micro-batch that ended last, until it is reported.
+        self._began_s, self._present = 0.0, 0  # Start time of the training thread's current pass, and its tasks.
+        self._last_s = 0.0  # Time of the last ended micro-batch, until it is reported.
         self._gave_up = False  # Whether this rank has become slow in this step.
         self._said_idle = False
         self._refused = ""
@@ -123,11 +124,13 @@ class MicrobatchStock:
     # ---- training thread ------------------------------------------------------------------------------------
 
     def decided(self, limit_s: float) -> bool:
-        """Wait until there is another micro-batch of this step for this rank, or the step is closed; whether it came
-        to that in time.
+        """Wait until there is another micro-batch of this step for this rank, or the step is closed.
+
+        Returns:
+            Whether that happened within `limit_s`.
 
         Raises:
-            ValueError: This rank's samples are not those of the others.
+            ValueError: This rank's samples differ from those of the others.
         """
         with self._changed:
             self._end_present()
@@ -140,11 +143,13 @@ class MicrobatchStock:
             return decided
 
     def reserve(self, steps_made: int) -> bool | None:
-        """Whether there is another micro-batch of this step for this rank, which then counts as begun; None while that
-        is open. Does not wait.
+        """Reserve this rank's next micro-batch of the step. Does not wait.
 
         Args:
             steps_made: Steps that the parameters have had.
+
+        Returns:
+            True if there is one (it now counts as begun), False if the step is over for this rank, None if undecided.
         """
         with self._changed:
             found = self._find()
@@ -153,7 +158,7 @@ class MicrobatchStock:
             return True if found is not None else False if self._closed_upto >= self._step else None
 
     def next_step(self) -> bool:
-        """The step is over for this rank. Whether there is another one in the epoch."""
+        """Go to the next step, since this one is over for this rank. Return whether the epoch has another one."""
         with self._changed:
             self._shares.pop(self._step, None)
             self._step, self._said_idle, self._gave_up, self.own_part = self._step + 1, False, False, 0.0
@@ -162,31 +167,31 @@ class MicrobatchStock:
 
     @property
     def left_out(self) -> bool:
-        """Whether this rank has no part in this step, unless it takes over something."""
+        """Whether this rank has no part in this step unless it takes over something."""
         with self._changed:
             shares = self._shares.get(self._step)
             return shares is not None and not shares.sizes and not self._begun
 
     @property
     def went_by(self) -> bool:
-        """Whether the step is over and this rank had no part in it."""
+        """Whether the step is over without this rank having had a part in it."""
         with self._changed:
             return not self._begun and self._find() is None and self._closed_upto >= self._step
 
     @property
     def begun(self) -> int:
-        """Micro-batches of this step that this rank has begun."""
+        """Number of this step's micro-batches that this rank has begun."""
         with self._changed:
             return len(self._begun)
 
     @property
     def at_work(self) -> bool:
-        """Whether the training thread works on a micro-batch whose end it has not said."""
+        """Whether the training thread works on a micro-batch whose end it has not reported."""
         with self._changed:
             return self._began_s != 0.0
 
     def take(self) -> Microbatch:
-        """The micro-batch that was reserved: the training thread works on it from now on."""
+        """Return the reserved micro-batch, which the training thread works on from now on."""
         with self._changed:
             assert self._reserved is not None
             found, self._reserved = self._reserved, None
@@ -194,35 +199,35 @@ class MicrobatchStock:
             return found
 
     def ended(self) -> None:
-        """The training thread has computed the gradient of its micro-batch."""
+        """Note that the training thread has computed the gradient of its micro-batch."""
         with self._changed:
             self._end_present()
 
     def is_in(self, number: int, wanted: Microbatch) -> bool | None:
-        """Whether the batch of a number is that micro-batch; None where it was called back."""
+        """Whether the batch with a number is that micro-batch; None if it was called back."""
         with self._changed:
             found = self._formed.get(number)
             return None if found is None else found == wanted
 
     def formed(self, number: int) -> Batch | None:
-        """A batch came out of the workers; None where it was called back meanwhile."""
+        """Return a batch that came out of the workers; None if it was called back meanwhile."""
         with self._changed:
             found = self._formed.get(number)
             return None if found is None else Batch(number, found.spans)
 
     def delivered(self, number: int) -> None:
-        """A batch is given to the training loop."""
+        """Note that a batch is given to the training loop."""
         with self._changed:
             self._formed.pop(number, None)
 
     @property
     def in_stock(self) -> int:
-        """Samples of which no batch has been formed."""
+        """Approximate number of samples that are not formed into batches yet."""
         with self._changed:
             return sum(found.tasks for found in self._queue) * self.batch // self._layout.grain
 
     def form(self) -> Batch | None:
-        """Form the next micro-batch of this rank's shares for the workers; None where none is known yet."""
+        """Form the next micro-batch of this rank's shares for the workers; None if none is known yet."""
         with self._changed:
             if not self._queue:
                 return None
@@ -232,17 +237,17 @@ class MicrobatchStock:
             return Batch(self._numbers, found.spans)
 
     def wake(self) -> None:
-        """Batch shares may have changed, which are for other loaders."""
+        """Does nothing: batch shares, which may have changed, do not apply to this loader."""
 
     def close(self) -> None:
-        """The loop was left: what was not begun is for the others."""
+        """End the loop; other ranks get what was not begun."""
         with self._changed:
             if not self.closed:
                 self.closed = True
                 self._queue.clear()
                 self._formed.clear()
                 early = self._step < self._layout.steps
-                if self._reserved is not None:  # Said to be begun; the loop was left before it was delivered.
+                if self._reserved is not None:  # Reported as begun, but the loop ended before it was delivered.
                     found, self._reserved = self._reserved, None
                     self._consumption.forget(found.spans)
                     self._send(MicrobatchReturn(self.loader, self.epoch, found.step, found.task, True, found.tasks))
@@ -251,7 +256,7 @@ class MicrobatchStock:
     # ---- agent's thread -------------------------------------------------------------------------------------
 
     def on_message(self, message: Message) -> None:
-        """News of the coordinator."""
+        """Handle a message of the coordinator."""
         with self._changed:
             if isinstance(message, ReportConsumed):
                 bounds = [bound for span in self._consumption.by(message.step) for bound in span]
@@ -285,11 +290,11 @@ class MicrobatchStock:
             task += size
 
     def _cut(self, first: int, stop: int) -> Iterator[Span]:
-        """A run in passes that fit in this rank's memory: the coordinator may not have known its limit yet."""
+        """Cut a run into passes that fit in this rank's memory, whose limit the coordinator may not have known yet."""
         return ((at, min(stop, at + self._layout.longest)) for at in range(first, stop, self._layout.longest))
 
     def _give_back(self, step: int, first: int, stop: int) -> int:
-        """Forget tasks up to `stop`, but those before `first` and those that are begun; how many."""
+        """Forget the tasks of a step from `first` to `stop` that are not begun. Return how many."""
         given = 0
         for where in (self._queue, self._granted):
             for found in [each for each in where if self._is_wanted(each, step, first, stop)]:
@@ -303,7 +308,7 @@ class MicrobatchStock:
             if self._is_wanted(found, step, first, stop):
                 given += found.stop - max(first, found.task)
                 del self._formed[number]
-                if found.task < first:  # Its samples are loaded together with those that are given back.
+                if found.task < first:  # The workers load its samples together with those that are returned.
                     self._granted.append(self._run(step, found.task, first - found.task, own=False))
         return given
 
@@ -313,7 +318,7 @@ class MicrobatchStock:
     # ---- inside, under the condition ------------------------------------------------------------------------
 
     def _find(self) -> Microbatch | None:
-        """The next micro-batch of this step: reserved, on its way, not formed yet, or taken over."""
+        """Return the next micro-batch of this step: reserved, in progress, not formed yet, or taken over."""
         if self._reserved is not None:
             return self._reserved
         for where in (self._formed.values(), self._queue, self._granted):
@@ -339,7 +344,7 @@ class MicrobatchStock:
         self._report(found.task, found.tasks)
 
     def _give_up(self) -> None:
-        """This rank has become slow: give back what it has not begun of the step."""
+        """Return all tasks of the step that are not begun, since this rank has become slow."""
         self._gave_up = True
         where = (*self._formed.values(), *self._queue, *self._granted)
         given = sorted((each.task, each.stop) for each in where if each.step == self._step and each not in self._begun)
@@ -369,9 +374,9 @@ class MicrobatchInHand:
     Args:
         samples: Samples in it.
         reference: Samples that count as weight 1.
-        more: Whether this rank has another one in this step; may wait.
-        own_part: See `MicrobatchStock.own_part`; with this one.
-        covered: Parameters that have this one's gradient already, of a pass that ran out of memory.
+        more: Returns whether this rank has another one in this step; may wait.
+        own_part: See `MicrobatchStock.own_part`; including this one.
+        covered: Parameters that already have its gradient, from a pass that ran out of memory.
     """
 
     def __init__(
@@ -389,19 +394,19 @@ class MicrobatchInHand:
 
     @property
     def weight(self) -> float:
-        """Its part of the step's gradient; fixed from here on."""
+        """Its weight in the step's gradient; fixed once read."""
         self._used = True
         return self._weight
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank's gradient of the step is whole with it; waits where that is open."""
+        """Whether it completes this rank's gradient of the step; waits while that is undecided."""
         if self._last is None:
             self._last = not self._more()
         return self._last
 
     def weigh(self, count: float) -> None:
-        """Its loss is a mean over `count` things.
+        """Weigh it by `count` items, over which its loss is a mean.
 
         Raises:
             StarError: Its gradient is accumulated already.

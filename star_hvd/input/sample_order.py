@@ -1,4 +1,4 @@
-"""The order of an epoch's samples, equal on all ranks: our own permutation, or what a sampler of the user's says."""
+"""The order of an epoch's samples, equal on all ranks: our own permutation, or the order of a user's sampler."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class EpochOrder:
 
     Args:
         items: Per position an index of the data set, or the indices of a whole batch.
-        digest: Equal where the order is.
+        digest: Equal for equal orders.
         whole: Whether a position is a whole batch.
-        saved: What a state keeps so that an interrupted epoch goes on in this order; None where it can be made again.
+        saved: Saved with a state so that an interrupted epoch continues in this order; None if it can be recomputed.
     """
 
     def __init__(self, items: torch.Tensor | list[Any], digest: int, *, whole: bool = False, saved: Any = None) -> None:
@@ -34,7 +34,7 @@ class EpochOrder:
         return len(self.items)
 
     def indices(self, start: int, stop: int) -> list[Any]:
-        """The data set's indices at these positions."""
+        """Return the data set's indices at these positions."""
         part = self.items[start:stop]
         if isinstance(part, torch.Tensor):
             found: list[Any] = part.tolist()
@@ -42,29 +42,29 @@ class EpochOrder:
         return [index for batch in part for index in batch] if self._whole else part
 
     def samples(self, spans: Iterable[Span]) -> int:
-        """How many samples are at these positions."""
+        """Return the number of samples at these positions."""
         return sum(len(self.indices(*span)) if self._whole else span[1] - span[0] for span in spans)
 
 
 class Order(Protocol):
-    """Orders of the epochs of a loader."""
+    """The orders of a loader's epochs."""
 
     def of(self, epoch: int, saved: Any = None) -> EpochOrder:
-        """The order of an epoch; `saved` is that of a state, where the epoch was interrupted."""
+        """Return the order of an epoch; `saved` is the order from a state, if the epoch was interrupted."""
         ...
 
     def expected(self) -> int | None:
-        """Positions in an epoch to come, None where only its order says it."""
+        """Return the number of positions in a future epoch, None if only its order tells."""
         ...
 
 
 class Permutation:
-    """Our own order, from seed and epoch alone.
+    """Our own order, which depends only on seed and epoch.
 
     Args:
         n_samples: Samples in the data set.
         shuffle: Whether they are permuted.
-        seed: Of the permutations.
+        seed: Seed of the permutations.
     """
 
     def __init__(self, n_samples: int, *, shuffle: bool, seed: int) -> None:
@@ -85,14 +85,14 @@ class Permutation:
 
 
 class SamplerOrder:
-    """The order a sampler of the user's gives.
+    """The order of a user's sampler.
 
-    It is evaluated on every rank, with the generators of torch, NumPy and Python seeded alike; one that has a
-    generator of its own needs the same seed on all ranks.
+    It is evaluated on every rank, with the generators of torch, NumPy and Python seeded alike; a sampler with its own
+    generator needs the same seed on all ranks.
 
     Args:
         sampler: The sampler.
-        seed: Of the generators.
+        seed: Seed of the generators.
     """
 
     def __init__(self, sampler: Iterable[Any], seed: int) -> None:
@@ -103,7 +103,7 @@ class SamplerOrder:
         items = self._evaluate(epoch) if saved is None else list(saved)
         try:
             found = torch.tensor([int(index) for index in items], dtype=torch.int64)
-        except (TypeError, ValueError):  # Keys of another type, of a data set that is a mapping for example.
+        except (TypeError, ValueError):  # Keys of another type, e.g. if the data set is a mapping.
             return EpochOrder(items, _digest(repr(items).encode()), saved=items)
         return EpochOrder(found, _digest(found.numpy().tobytes()), saved=found)
 
@@ -124,7 +124,7 @@ class SamplerOrder:
 
 
 class BatchOrder(SamplerOrder):
-    """The same for a batch sampler: a position is a whole batch."""
+    """The order of a user's batch sampler: a position is a whole batch."""
 
     def of(self, epoch: int, saved: Any = None) -> EpochOrder:
         """See `Order`."""
@@ -137,13 +137,13 @@ def _seed_of(seed: int, epoch: int) -> int:
 
 
 def _digest(data: bytes) -> int:
-    """Between 1 and 2^48: a message has whole numbers up to 2^53, and 0 is for an order not known."""
+    """Return a number from 1 to 2^48 - 1: messages hold integers up to 2^53, and 0 means that the order is unknown."""
     return 1 + int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") % ((1 << 48) - 1)
 
 
 @contextlib.contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Inside the block the global generators of torch, NumPy and Python are seeded; behind it they are as before."""
+    """Seed the global generators of torch, NumPy and Python inside the block, and restore them afterwards."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy is not None else None
     with torch.random.fork_rng(devices=[]):

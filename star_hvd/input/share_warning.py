@@ -1,4 +1,4 @@
-"""What batch shares change in a network with batch normalization, said once."""
+"""Warn once about the effect of batch shares on batch normalization."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ logger = logging.getLogger("star_hvd")
 
 
 def warn_of_shares(params: Iterable[torch.nn.Parameter]) -> bool:
-    """Warn where a network with batch normalization is about to train with batches of different sizes.
+    """Warn if a network with batch normalization is about to train with batches of different sizes.
 
-    Its gradient is still the one of the global batch for the statistics there are, but each rank takes mean and
-    variance over its own batch, so a small share makes noisy ones: this is the only thing that shares change.
+    With the given statistics its gradient is still that of the global batch, but each rank takes mean and variance over
+    its own batch, so a small share makes them noisy. Shares have no other effect.
 
     Args:
-        params: Those that are trained.
+        params: The trained parameters.
 
     Returns:
-        Whether there was reason to.
+        Whether a warning was given.
     """
     trained = {id(param) for param in params}
-    # Once in a job: a layer is found by what it trains, as an optimizer does not know its network.
+    # Once per job: layers are found by their parameters, since an optimizer does not know its network.
     layers = [
         layer
         for layer in gc.get_objects()

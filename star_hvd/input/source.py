@@ -1,4 +1,4 @@
-"""What the user gives to `shard`: a data set, or a DataLoader with all that was set on it, and the samples' order."""
+"""The user's input to `shard`: a data set, or a DataLoader with its options, and the order of the samples."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Source:
 
     Attributes:
         data: The data set.
-        batch_size: Samples per batch and rank, None where it is not known.
-        samplers: The user's own, as `sampler` or `batch_sampler`.
-        drop_last: Whether a short last batch of the epoch is left out.
-        options: Further keywords of `DataLoader`.
+        batch_size: Samples per batch and rank, None if unknown.
+        samplers: The user's own samplers, by keyword: `sampler` or `batch_sampler`.
+        drop_last: Whether a short last batch of the epoch is dropped.
+        options: Further keyword arguments of `DataLoader`.
     """
 
     data: Any
@@ -40,17 +40,17 @@ class Source:
 
     @property
     def is_stream(self) -> bool:
-        """Whether each rank reads it for itself."""
+        """Whether each rank reads it on its own."""
         return isinstance(self.data, IterableDataset)
 
 
 def source_of(
     data: Dataset[Any] | DataLoader[Any], batch_size: int | None, *, drop_last: bool, options: Mapping[str, Any]
 ) -> Source:
-    """What `shard` was given; its arguments go before what was set on a DataLoader.
+    """Return the source given to `shard`; its arguments override what was set on a DataLoader.
 
     Raises:
-        ValueError: A DataLoader that forms no batches.
+        ValueError: A DataLoader forms no batches.
     """
     rest = dict(options)
     samplers = {name: rest.pop(name) for name in ("sampler", "batch_sampler") if rest.get(name) is not None}
@@ -75,7 +75,7 @@ def source_of(
 
 
 def order_of(source: Source, *, shuffle: bool | None, seed: int) -> tuple[Order, int]:
-    """The order of the samples, and how many positions of it a batch has."""
+    """Return the order of the samples, and how many of its positions form a batch."""
     data, samplers = source.data, source.samplers
     if "batch_sampler" in samplers:
         if source.batch_size is not None or source.drop_last or shuffle is not None or "sampler" in samplers:
@@ -102,10 +102,10 @@ def order_of(source: Source, *, shuffle: bool | None, seed: int) -> tuple[Order,
 
 
 def whole_number(value: Any, name: str) -> int:
-    """A whole number of any type as Python's own: it travels to other processes.
+    """Convert a whole number of any type to `int`, since it is sent to other processes.
 
     Raises:
-        ValueError: It is none.
+        ValueError: It is not a whole number.
     """
     try:
         if not isinstance(value, bool):

@@ -12,7 +12,7 @@ __all__ = ["Stream"]
 
 
 class Stream:
-    """Batches of an iterable data set: one pass goes on over the ends of epochs until it is used up.
+    """Batches of an iterable data set: one pass continues across the ends of epochs until it is exhausted.
 
     Args:
         loader: The loader of this rank's share.
@@ -25,11 +25,11 @@ class Stream:
         self._may_begin = False
 
     def begin_epoch(self) -> None:
-        """The next pass may begin, where this one has ended."""
+        """Allow the next pass to start once this one has ended."""
         self._may_begin = True
 
     def load(self) -> bool:
-        """Load the next batch; False where this rank's share is used up for this epoch."""
+        """Load the next batch. Return False if this rank's share is used up for this epoch."""
         if self._next:
             self._may_begin = False
             return True
@@ -41,17 +41,17 @@ class Stream:
         self._may_begin = False
         try:
             self._next.append(next(self._pass))
-        except StopIteration:  # Where the last epoch took all of it, this shows only now.
+        except StopIteration:  # If the last epoch took everything, that shows only now.
             self._pass, self._may_begin = None, goes_on
             return goes_on and self.load()
         return True
 
     def take(self) -> Any:
-        """The batch that was loaded."""
+        """Return the loaded batch."""
         return self._next.pop()
 
     def samples(self, data: Any) -> int:
-        """Samples in a batch, by its first tensor."""
+        """Return the number of samples in a batch, taken from its first tensor."""
         if isinstance(data, torch.Tensor) and data.ndim:
             return int(data.shape[0])
         parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, (list, tuple)) else ()

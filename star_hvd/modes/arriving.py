@@ -1,7 +1,7 @@
-"""Parameters on their way from servers: `step` has returned, and a bucket is written when it is first used.
+"""Write parameters that arrive from servers after `step` has returned; each bucket is written when it is first used.
 
-The servers send first what the next forward pass needs first. Gates in front of the parameters wait for their own
-bucket alone; whatever else reads parameters passes them too, so nothing sees what is not there yet.
+The servers send first what the next forward pass needs first. A gate in front of a parameter waits only for that
+parameter's bucket; all other readers of parameters pass the gates too, so nothing reads a bucket before it has arrived.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from star_hvd.errors import DeadlineError
 
 __all__ = ["Arrivals", "ArrivingParameters", "Gates"]
 
-_LOOK_S = 5.0  # Between two looks whether this rank has failed.
+_LOOK_S = 5.0  # Interval between checks whether this rank has failed.
 
 
 class Gates(Protocol):
@@ -39,14 +39,14 @@ class Arrivals(Protocol):
 
 
 class ArrivingParameters:
-    """See the module's text; `wait` may be called in any thread that uses a parameter.
+    """Parameters that are still arriving; see the module docstring. Any thread that uses a parameter may call `wait`.
 
     Args:
         engine: This rank's engine.
-        client: Where the parameters come from.
-        gates: In front of the parameters.
+        client: Client from which the parameters come.
+        gates: Gates in front of the parameters.
         deadline_s: Longest wait for a bucket.
-        on_wait: Gets the seconds of every wait of the thread that makes the steps.
+        on_wait: Gets the duration in seconds of every wait of the thread that makes the steps.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ArrivingParameters:
     ) -> None:
         self._engine, self._client, self._gates, self._deadline_s = engine, client, gates, deadline_s
         self._on_wait = on_wait
-        self._stepper = 0  # The thread that makes the steps.
+        self._stepper = 0  # Id of the thread that makes the steps.
         self._waited_s = 0.0
         self._left: set[int] = set()
         self._under_way = False
@@ -67,27 +67,27 @@ class ArrivingParameters:
         gates.wait = self.wait
 
     def begin(self, flats: Sequence[torch.Tensor]) -> None:
-        """Parameters come into these buffers, one per bucket; the training thread goes on."""
+        """Note that parameters will arrive in these buffers, one per bucket, while the training thread continues."""
         self._flats, self._under_way, self._stepper = flats, True, threading.get_ident()
         for bucket in self._engine.applier.buckets:
             self._left.add(bucket.index)
             self._gates.close(bucket.index, bucket.params)
 
     def wait(self, index: int) -> None:
-        """Return once a bucket's parameters are written.
+        """Wait until a bucket's parameters are written.
 
         Raises:
-            DeadlineError: They did not come.
+            DeadlineError: They did not arrive.
         """
         if index in self._left:
             self._until(lambda: self._client.wait_bucket(index, _LOOK_S))
             self._write(index)
 
     def finish(self) -> int | None:
-        """Wait for all of them; their version, None where none were under way.
+        """Wait for all parameters and return their version, None if none were arriving.
 
         Raises:
-            DeadlineError: They did not come.
+            DeadlineError: They did not arrive.
         """
         if not self._under_way:
             return None
@@ -99,12 +99,12 @@ class ArrivingParameters:
         return versions[0]
 
     def take_waited_s(self) -> float:
-        """Seconds that the thread that makes the steps has waited since the last call."""
+        """Return the seconds that the thread that makes the steps has waited since the last call."""
         waited_s, self._waited_s = self._waited_s, 0.0
         return waited_s
 
     def stop(self) -> None:
-        """Take the gates away without waiting: a state from elsewhere takes the place of what is under way, or none."""
+        """Remove the gates without waiting: the arriving parameters are replaced by another state or not needed."""
         with self._engine.replica.apply_lock:
             self._gates.remove()
             self._left.clear()
@@ -134,9 +134,9 @@ class ArrivingParameters:
         replica, bucket = self._engine.replica, self._engine.applier.buckets[index]
         with replica.apply_lock:
             if index not in self._left:
-                return  # Another thread has.
+                return  # Another thread has written it.
             with replica.writing(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
                 for param, view in zip(bucket.params, bucket.split(self._flats[index]), strict=True):
                     param.copy_(view)
-            self._gates.open(index)  # First: who finds the bucket written goes on at once.
+            self._gates.open(index)  # First: a thread that finds the bucket written does not wait.
             self._left.discard(index)

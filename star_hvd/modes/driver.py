@@ -1,4 +1,4 @@
-"""Runs a `StepEngine`: the training thread's waits, and the change of modes between two steps."""
+"""Run a `StepEngine`: the training thread's waits, and changes of mode between two steps."""
 
 from __future__ import annotations
 
@@ -38,52 +38,52 @@ __all__ = ["StepDriver", "Send"]
 logger = logging.getLogger("star_hvd")
 
 _POLL_S = 0.0003
-_MODES_BEHIND = 16  # Far more modes than a rank can be behind by: none begins before it has prepared for it.
+_MODES_BEHIND = 16  # Far more modes than a rank can be behind by: none starts before this rank has prepared for it.
 
 
 class Overlapped(Protocol):
-    """Steps that end after `step()`."""
+    """Steps that end after `step()` has returned."""
 
     @property
     def pending(self) -> bool:
-        """Whether one is under way."""
+        """Whether one is in progress."""
         ...
 
     def finish(self) -> None:
-        """Wait for its end."""
+        """Wait until it has ended."""
         ...
 
     def describe(self) -> str:
-        """What was decided about them, empty where nothing was."""
+        """Describe what was decided about them; empty if nothing was."""
         ...
 
     def stop(self) -> None:
-        """There is no further one, and one that is under way does not end."""
+        """End: no further step follows, and one in progress is not completed."""
         ...
 
 
 class StepDriver:
-    """One optimizer's engine with its helper thread.
+    """Drives one optimizer's engine and its helper thread.
 
     Args:
         number: Number of the optimizer, equal on all ranks.
         config: Settings.
         send: Sends a control message to the coordinator.
         ranks: The other ranks as a source of state.
-        diagnose: Who is gone, as a sentence, asked after a collective failed.
-        preparer: Runs what gets a plan ready, in a thread of its own.
+        diagnose: Names the lost ranks in a sentence; called after a collective failed.
+        preparer: Runs preparations for a plan in a thread of their own.
 
     Attributes:
-        reporter: Reports its steps; the engine's listener.
-        gates: In front of the parameters, where the wrapper has any.
-        begun: Gives the parameters whose gradients the user is accumulating over several backward passes.
-        mid_step: Says whether the user is between backward and step, where nothing may be changed.
-        forget_parts: Forgets the gradients of micro-batches whose step the loop has left.
-        whole_only: Says why a batch cannot be repeated in parts, empty where it can.
-        hold_gradients: Prepares for that; returns the parameters that keep the gradient of what is repeated.
-        equal_batches: Why batches that differ between ranks are refused, empty where they are not.
-        overlapped: Its overlapped steps, where it has any.
-        on_stop: Called when it ends.
+        reporter: Reports the optimizer's steps; the engine's listener.
+        gates: Gates in front of the parameters, if the wrapper has any.
+        begun: Returns the parameters whose gradients the user is accumulating over several backward passes.
+        mid_step: Returns whether the user is between backward and step, where nothing may be changed.
+        forget_parts: Discards the gradients of micro-batches whose step the loop has abandoned.
+        whole_only: Returns why a batch cannot be repeated in parts, empty if it can.
+        hold_gradients: Prepares for the repetition; returns the parameters that keep the batch's gradient.
+        equal_batches: Why batches that differ between ranks are refused, empty if they are not.
+        overlapped: Its overlapped steps, if it has any.
+        on_stop: Functions called when it ends.
         timeline: Samples when buckets travel and how long the training thread waits for them.
     """
 
@@ -143,12 +143,12 @@ class StepDriver:
         self._helper.start(engine)
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """End the helper and count gradients that never found a step as dropped."""
+        """End the helper, and count gradients that never got into a step as dropped."""
         self._helper.stop(self.engine, deadline_s)
         active = self.active_mode
         if active is not None and active is not self.local:
-            # Connections are closed. `local` has none, and its averaging under way would be waited for: in vain, since
-            # the helper that completes it has ended.
+            # This closes connections. `local` has none, and would wait for an averaging in flight in vain, since the
+            # helper that completes it has ended.
             active.exit()
         if self.overlapped is not None:
             self.overlapped.stop()
@@ -160,30 +160,30 @@ class StepDriver:
     # ---- an optimizer that was dropped -----------------------------------------------------------------------
 
     def drop(self) -> None:
-        """The user has no reference to the optimizer any more; called by the garbage collector, in any thread.
+        """The user holds no reference to the optimizer any more; called by the garbage collector, in any thread.
 
-        The helper does the rest within its longest sleep, at once where the engine's lock happens to be free.
+        The helper does the rest within its longest sleep, or at once if the engine's lock is free.
         """
         self._helper.drop()
 
     @property
     def dropped(self) -> bool:
-        """Whether the user has no reference to the optimizer any more."""
+        """Whether the user holds no reference to the optimizer any more."""
         return self._helper.dropped
 
     @property
     def over(self) -> bool:
-        """Whether all ranks have dropped the optimizer: nothing waits for its helper."""
+        """Whether all ranks have dropped the optimizer, so that nothing waits for its helper."""
         return self.dropped and self._helper.ended
 
     @property
     def failure(self) -> BaseException | None:
-        """What stopped the engine, None where the program has no reference to it any more."""
+        """The error that stopped the engine; None if the program has dropped the optimizer."""
         return None if self.dropped else self.engine.failure
 
     def _leave(self) -> None:
-        """The training thread makes no step of the optimizer again. Called in the helper's thread."""
-        self.finish_step()  # The program may still have the parameters.
+        """End the training thread's part, since it makes no further step. Called in the helper's thread."""
+        self.finish_step()  # The program may still use the parameters.
         self.engine.drop()
         self.switcher.set_inactive(True)
         self.switcher.confirm_inactive()
@@ -191,11 +191,11 @@ class StepDriver:
     # ---- training thread ------------------------------------------------------------------------------------
 
     def give(self, bucket: Bucket) -> None:
-        """All gradients of a bucket are in its buffer, or will be once the work queued on its device is done.
+        """Handle a bucket whose gradients are in its buffer, or will be once the work queued on its device is done.
 
         On a GPU backward returns long before its kernels end. A relaxed step must not claim a gradient that does
-        not exist yet, since no rank can leave a reduction once it is enqueued; so a fence stands for its readiness.
-        In `sync` Horovod waits for the device itself, on the stream, as ever.
+        not exist yet, since no rank can leave a reduction once it is enqueued; so a fence marks when it is complete.
+        In `sync` Horovod itself waits for the device on the stream, as always.
         """
         if self.timeline.sampling:
             self.timeline.look()
@@ -213,11 +213,11 @@ class StepDriver:
 
     @property
     def active_mode(self) -> Steps | None:
-        """What makes this rank's steps where its gradients are not reduced with those of all members, else None."""
+        """What makes this rank's steps if its gradients are not reduced with those of all members, else None."""
         return self.switcher.active_mode
 
     def arrive(self, *, manual: bool) -> bool:
-        """Give the step this rank's gradient. Whether it is in the step; `complete` has to follow then."""
+        """Contribute this rank's gradient. Return whether it is in the step; if so, `complete` has to follow."""
         with self.named_failures():
             self._await_deferred()
             self._loss, step = self.engine.loss, self.engine.step
@@ -233,7 +233,7 @@ class StepDriver:
             return False
 
     def complete(self) -> Result:
-        """Wait for the mean of the step that this rank's gradient is in."""
+        """Wait for the mean of the step that contains this rank's gradient."""
         with self.named_failures():
             self._await_own()
             self._own_work.look(wait=True)
@@ -245,16 +245,16 @@ class StepDriver:
         return result
 
     def begin_overlapped(self) -> None:
-        """Instead of `complete`: the program goes on, and the work of its next step begins."""
+        """Called instead of `complete`: the program continues with the work of its next step."""
         self._own_work.look(wait=True)
         self._start_clocks("overlap")
 
     def end_overlapped(self, step: int, wait_s: float) -> None:
-        """A step that went on beside the program has ended.
+        """Note that a step that overlapped the program has ended.
 
         Args:
             step: Its number.
-            wait_s: How long the program waited for it in all.
+            wait_s: How long the program waited for it in total.
         """
         self.reporter.wait_s = wait_s
         self.reporter.log_step(step, self._loss, wait_s, late=False)
@@ -264,13 +264,13 @@ class StepDriver:
         self.engine.replica.reuse_buckets()
 
     def finish_step(self) -> None:
-        """Wait for the end of an overlapped step, before anything else is done."""
+        """Wait for an overlapped step to end, before anything else is done."""
         if self.overlapped is not None:
             self.overlapped.finish()
 
     @property
     def steps(self) -> int:
-        """Steps the program has made, with one that is under way."""
+        """Steps the program has made, including one in progress."""
         return self.engine.step + (self.overlapped is not None and self.overlapped.pending)
 
     def _await_deferred(self) -> None:
@@ -300,17 +300,17 @@ class StepDriver:
         self._own_work.look()
 
     def step_in_mode(self, *, skip: bool) -> Any:
-        """A whole step in the active mode; see the steps' own classes."""
+        """Make a whole step in the active mode; see the `Steps` classes."""
         active = self.active_mode
         assert active is not None
         with self.named_failures():
             self.reporter.begin_timing()
             self._own_work.look(wait=True)
-            loss = self.engine.loss  # An averaging takes it along.
+            loss = self.engine.loss  # Read now: an averaging sends and clears it.
             logged = self.reporter.steps_logged
             value = active.step(skip=skip)
-            # The coordinator gets local steps at averagings, the log each; and the log alone gets a gradient that
-            # came when its servers' mode had ended, and is folded into a step of the next one.
+            # The coordinator is told of local steps at averagings, the log of each. The log alone also gets a gradient
+            # that came after its servers' mode had ended and is folded into a step of the next mode.
             if self.reporter.steps_logged != logged and self.reporter.wait_s:
                 self.timeline.waited(-1, time.monotonic() - self.reporter.wait_s)
             if self.reporter.steps_logged == logged:
@@ -320,7 +320,7 @@ class StepDriver:
         return value
 
     def catch_up(self) -> None:
-        """Bring the parameters up to date at a place where all ranks meet, at the end of an epoch for example."""
+        """Bring the parameters up to date where all ranks meet, e.g. at the end of an epoch."""
         if self.dropped:
             return
         self.finish_step()
@@ -332,17 +332,17 @@ class StepDriver:
                 with self.named_failures():
                     active.catch_up()
                     self._change_mode()
-            if self.active_mode is active:  # Else the mode ended meanwhile, and what is newest is in the next one.
+            if self.active_mode is active:  # Else the mode ended meanwhile, and the newest state is in the next one.
                 break
         self._start_step()
 
     def position(self) -> Position:
-        """Where this rank is, for a meeting of all ranks."""
+        """Return where this rank is, for a meeting of all ranks."""
         engine, active = self.engine, self.active_mode
         with engine.lock:
             local = engine.plan.mode == "local"
-            reduced = engine.taking_part and not local  # With all members; else other ranks know what is newest.
-            # Of a child that has what was newest a moment ago it shows by the members' positions whether it still is.
+            reduced = engine.taking_part and not local  # Else other ranks know which step is the newest.
+            # A child may hold what was the newest step a moment ago; the members' positions show whether it still is.
             follows = isinstance(active, ChildSteps) and active.holds_step
             whole = engine.replica.is_whole if reduced or local else True
             if active is not None or not reduced:
@@ -359,14 +359,14 @@ class StepDriver:
             )
 
     def refresh_state(self) -> None:
-        """Make parameters and optimizer state here the newest that this rank can have alone, for a checkpoint.
+        """Get the newest parameters and optimizer state that this rank can get without all ranks, for a checkpoint.
 
-        In `local` they are this rank's own: the next averaging needs all ranks.
+        In `local` they are this rank's own, since the next averaging needs all ranks.
         """
         for _ in range(_MODES_BEHIND):
             active = self.active_mode
             if active is None:
-                self.end_of_step(was_late=False)  # Steps may have ended since this rank's own, while it evaluated.
+                self.end_of_step(was_late=False)  # Steps may have ended since this rank's own, during an evaluation.
                 if self.active_mode is None:
                     break
                 continue
@@ -374,10 +374,10 @@ class StepDriver:
                 active.refresh_state()
                 if not active.over:
                     break
-                self._change_mode()  # The mode ended meanwhile, and with it went the state that was asked for.
+                self._change_mode()  # The mode ended meanwhile, and with it the requested state.
 
     def accept_late(self, rank: int, version: int, body: bytearray) -> int:
-        """Take over a gradient of a rank outside the subgroup; returns the first step whose parameters will contain it.
+        """Take over a gradient of a rank outside the subgroup; return the first step whose parameters will contain it.
 
         Called in the tensor server's thread.
         """
@@ -390,14 +390,14 @@ class StepDriver:
 
     @property
     def state_is_elsewhere(self) -> bool:
-        """Whether servers have the optimizer's state, so that loading one here would change nothing."""
+        """Whether servers hold the optimizer's state, so that loading one here would have no effect."""
         return self.engine.plan.family in ("ps", "grouped")
 
     def bring_state_home(self) -> None:
-        """End a mode of servers, on all ranks alike: the state is here afterwards, in `sync`.
+        """End a servers' mode, on all ranks alike; afterwards the plan is `sync` and this rank has the state.
 
         Raises:
-            DeadlineError: It did not end in time.
+            DeadlineError: The mode did not end in time.
         """
         if self.engine.rank == 0:
             self._send(Restart(self.number))
@@ -416,52 +416,52 @@ class StepDriver:
                     self._change_mode()
 
     def set_inactive(self, inactive: bool) -> None:
-        """The training thread, which calls this, leaves its training loop, or is back. Does not wait for others."""
+        """Note that the training thread, which calls this, leaves or re-enters its loop. Does not wait for others."""
         if self.dropped:
-            return  # It never comes back to this optimizer.
+            return  # It never returns to this optimizer.
         self.engine.set_inactive(inactive)
         self.switcher.set_inactive(inactive)
 
     def confirm_inactive(self) -> None:
-        """Wait until servers know that the training thread is inactive: they then end steps without it."""
+        """Wait until servers know that the training thread is inactive, and thus end steps without it."""
         if not self.dropped:
             self.switcher.confirm_inactive()
 
     def shutdown(self) -> None:
-        """All ranks are inactive and will make no step of this optimizer again."""
+        """End the modes: all ranks are inactive and will make no further step of this optimizer."""
         self.switcher.shutdown()
 
     def _change_mode(self) -> None:
-        """Where a step ends: leave a mode that has ended, get the state, enter the mode in force."""
+        """At the end of a step: leave a mode that has ended, get the state, enter the mode in force."""
         for _ in range(_MODES_BEHIND):
             self.switcher.leave()
             self.local.take_over()
             if self.switcher.needs_state:
                 self._catch_up()
             self.switcher.enter()
-            if not self.switcher.must_drain:  # Else a mode was passed meanwhile in which others wait for this rank.
+            if not self.switcher.must_drain:  # Else a mode was skipped meanwhile in which others wait for this rank.
                 break
 
     def end_of_step(self, *, was_late: bool) -> None:
         """Bring the parameters up to date after a step, waiting for a step in flight, and follow a change of mode.
 
         Args:
-            was_late: This rank's gradient missed its step. If the rank is not slow, only out of phase with the
-                others, it waits here for the next step to end once, so that it starts together with them again.
+            was_late: Whether this rank's gradient missed its step. If the rank is only out of phase, not slow, it
+                waits here once for the next step to end, so that it starts together with the others again.
         """
         with self.named_failures():
             self._change_mode()
             if was_late and self.active_mode is None and self._phase.is_out(self.reporter.times.compute_s):
                 ended = self.engine.next_step
                 self._wait_until(lambda: self.engine.next_step > ended, 1.5 * self._phase.typical_s)
-                if not self.engine.needs_fetch:  # Else others apply it only when they like, maybe after this rank came.
+                if not self.engine.needs_fetch:  # Else others may apply that step only after this rank has arrived.
                     self._change_mode()
         if was_late:
             self.engine.note_joined()
         self._start_step()
 
     def _start_step(self) -> None:
-        """The rank's own work begins: its kernels may write into the buckets."""
+        """Start the rank's own work, whose kernels may write into the buckets."""
         self.engine.replica.reuse_buckets()
         self._start_clocks()
 
@@ -476,7 +476,7 @@ class StepDriver:
         self.timeline.start(self.steps, plan.label, means, whole=whole)
 
     def _catch_up(self) -> None:
-        # An epoch may end between two passes. Applying others' steps leaves their means in `grad`.
+        # An epoch may end between two passes, and applying others' steps leaves their means in `grad`.
         kept = [(param, param.grad.clone()) for param in self.begun() if param.grad is not None]
         self._catch_up_to_others()
         for param, grad in kept:
@@ -493,7 +493,7 @@ class StepDriver:
                     f"step {engine.step}; see the log of rank 0 for the rank that is missing"
                 )
             if not self.switcher.needs_state:
-                return  # A plan without this rank came into force; what it lacks comes from elsewhere.
+                return  # A plan without this rank came into force; its missing state comes from elsewhere.
             if engine.needs_fetch:
                 snapshot = self.switcher.state_for(self.number)
                 if snapshot is not None and not engine.adopt(snapshot):
@@ -508,7 +508,7 @@ class StepDriver:
     # ---- agent thread ---------------------------------------------------------------------------------------
 
     def on_message(self, message: messages.Message) -> None:
-        """A message of the coordinator about this optimizer."""
+        """Handle a message of the coordinator about this optimizer."""
         if isinstance(message, messages.OptimizerOver):
             self._helper.end()
         elif isinstance(message, messages.CloseStep):
@@ -542,7 +542,7 @@ class StepDriver:
         self._send(messages.ModeUnsupported(self.number, plan.plan_id, reason))
 
     def pin(self, reason: str, *, equal_batches: bool = False) -> None:
-        """Reduce in lockstep as Horovod from now on, because of `reason`.
+        """Reduce in lockstep like Horovod from now on.
 
         Args:
             reason: Why.
@@ -559,16 +559,16 @@ class StepDriver:
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _on_switch(self, plan: Plan) -> None:
-        """Under the engine's lock."""
+        """Called under the engine's lock."""
         self.switcher.taken_up(plan)
 
     def named_failures(self) -> _NamedFailures:
-        """Context in which the failure of a collective names the rank that is gone."""
+        """Return a context in which the failure of a collective names the lost rank."""
         return _NamedFailures(self)
 
 
 class _NamedFailures:
-    """Turns the failure of a collective into one that names the rank that is gone."""
+    """Turns the failure of a collective into one that names the lost rank."""
 
     def __init__(self, driver: StepDriver) -> None:
         self._driver = driver

@@ -1,6 +1,6 @@
-"""`grouped` on a worker: the ranks of a group sum their gradients in a process set before they go to the servers.
+"""Mode `grouped` on a worker: the ranks of a group sum their gradients in a process set, then push to the servers.
 
-Its first rank, the leader, deals with the servers for all and hands the parameters out inside the set.
+The group's first rank, the leader, talks to the servers for all and distributes the parameters inside the set.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from star_hvd.threads import supervised
 
 __all__ = ["GroupSteps"]
 
-_IDLE_S = 0.005  # Pause of a proxy whose whole group is inactive.
+_IDLE_S = 0.005  # Pause of a proxy while its whole group is inactive.
 _KINDS = ("params", "moved", "dropped")
 
 
 class GroupSteps(ServerSteps):
-    """`grouped`: the same for a group, whose members sum their gradients first.
+    """Steps of mode `grouped`: `ServerSteps` for a group, whose members sum their gradients first.
 
-    While a member is inactive its proxy, a thread, takes part with nothing, so that the others need not wait for it.
+    While a member is inactive, its proxy (a thread) contributes zeros in its place, so that the others need not wait.
 
     Args:
         engine: See `ServerSteps`.
         client: Pushes on the leader only.
-        collective: The group's own; None for a group of one.
+        collective: The group's own collective; None for a group of one.
         ranks: The group, its leader first.
         **common: See `ServerSteps`.
     """
@@ -63,10 +63,10 @@ class GroupSteps(ServerSteps):
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """The training thread and the proxy make steps of the group one after the other.
+        """Let the training thread and the proxy make steps of the group one after the other.
 
         Raises:
-            DeadlineError: The other one's step did not end.
+            DeadlineError: The other thread's step did not end.
         """
         if not self._one_at_a_time.acquire(timeout=self._deadline_s):
             raise DeadlineError(
@@ -79,9 +79,9 @@ class GroupSteps(ServerSteps):
             self._one_at_a_time.release()
 
     def _group_step(self, flats: list[torch.Tensor], *, fresh: bool) -> Outcome:
-        """One step of the group: sum, the leader's exchange with the servers, hand-out. In this rank's turn.
+        """Make one step of the group, in this rank's turn: sum, exchange with the servers (leader), distribution.
 
-        The step before, of this rank's other thread, may have been the last one: then no member is there any more.
+        The previous step, made by this rank's other thread, may have been the last: then the other members have left.
         """
         if self._collective is None:
             return self._push(flats, count=1)
@@ -100,12 +100,15 @@ class GroupSteps(ServerSteps):
 
     @property
     def over(self) -> bool:
-        """The group ends together, in the step in which its leader learns of the end."""
+        """Whether the group has ended: all members end in the step in which the leader learns of the mode's end."""
         return self._moved or self._shut_down or (self._collective is None and not self.wanted)
 
     @property
     def acts_on(self) -> int:
-        """Until it is over the members meet once more on their process set, though another plan be in force already."""
+        """Id of this plan until the group is over, then of the plan in force.
+
+        Members meet once more on their process set even if another plan is already in force.
+        """
         return self._engine.plan.plan_id if self.over else self.plan.plan_id
 
     @property
@@ -115,14 +118,14 @@ class GroupSteps(ServerSteps):
     def _lead(self, sums: list[torch.Tensor], present: int) -> Outcome:
         if present:
             return self._push(sums, count=present)
-        time.sleep(_IDLE_S)  # No member works: nothing to push.
+        time.sleep(_IDLE_S)  # No member is active, so there is nothing to push.
         if not self.wanted:
             return Outcome("moved", self._engine.step, self._engine.plan.plan_id, [], applied=False)
         reply = self.client.pull(self._deadline_s)
         return Outcome(reply.kind, reply.version, reply.plan_id, reply.params, applied=False)
 
     def _hand_out(self, outcome: Outcome | None, sums: list[torch.Tensor]) -> Outcome:
-        """The leader's parameters for all members: a sum in which all others have zeros."""
+        """Distribute the leader's parameters to all members: a sum to which the others contribute zeros."""
         head = torch.zeros(8, dtype=torch.float64, device="cpu")
         for flat in sums:
             flat.zero_()
@@ -143,10 +146,10 @@ class GroupSteps(ServerSteps):
         wait_all(self._collective, handles, self._deadline_s, f"a step of the group of ranks {self._ranks}")
 
     def set_inactive(self, inactive: bool) -> None:
-        """While inactive, a proxy takes part in the group's steps with nothing.
+        """While inactive, have a proxy contribute zeros to the group's steps.
 
-        On the way back the step it is in is not waited for: it ends with the other members' next one, and they may be
-        waiting for this rank meanwhile, outside this package. This rank's own next step waits for it.
+        On return the proxy's current step is not waited for: it ends with the other members' next step, and they may
+        meanwhile be waiting for this rank outside this package. This rank's own next step waits for it.
         """
         if self._collective is None:
             super().set_inactive(inactive)
@@ -161,19 +164,21 @@ class GroupSteps(ServerSteps):
             self._inactive.clear()
 
     def confirm_inactive(self) -> None:
-        """Wait for the servers where this rank is alone; the members of a group have its proxy."""
+        """Wait for the servers if this rank is a group of its own; in larger groups the proxy stands in."""
         if self._collective is None:
             super().confirm_inactive()
 
     def drain(self) -> None:
-        """Take part, with nothing, until the leader has learned of the end."""
+        """Contribute zeros until the leader has learned of the mode's end."""
         while not self.over and self._engine.failure is None:
             with self._turn():
                 self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
 
     def shutdown(self) -> None:
-        """Go on taking part until a step says that all members are here: the next step would wait for ever for the
-        first of them to go."""
+        """Take part until a step reports that all members are shutting down.
+
+        If a member left earlier, the next step would wait for it forever.
+        """
         self._shutting_down = True
         if self._proxy is not None:
             self._proxy.join(self._deadline_s)
@@ -184,7 +189,7 @@ class GroupSteps(ServerSteps):
                 )
 
     def _take_part(self, before: threading.Thread | None) -> None:
-        if before is not None:  # It may still be in a step, and goes on with the next one.
+        if before is not None:  # The previous proxy may still be in a step, and would continue with the next.
             before.join(self._deadline_s)
         with self._engine.streams.own():
             self._contribute_nothing()

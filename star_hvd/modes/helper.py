@@ -1,7 +1,7 @@
 """The helper thread of one optimizer: does what its engine has to do without the training thread.
 
 It looks for work whenever the engine wakes it, and polls a step it has claimed until that ends. Once the user has
-dropped the optimizer it contributes for the training thread for good, tells the coordinator where this rank is, and
+dropped the optimizer it contributes for the training thread permanently, tells the coordinator where this rank is, and
 ends when all ranks have dropped it.
 """
 
@@ -19,21 +19,21 @@ from star_hvd.modes.step_reporter import Send
 __all__ = ["Helper"]
 
 _POLL_S = 0.0003
-_POLL_DROPPED_S = 0.02  # Only other ranks wait for a step of an optimizer that was dropped here.
+_POLL_DROPPED_S = 0.02  # Slower: only other ranks wait for a step of an optimizer that was dropped here.
 
 
 class Helper:
-    """See the module's text.
+    """The helper thread; see the module docstring.
 
     Args:
         number: Number of the optimizer, equal on all ranks.
         send: Sends a control message to the coordinator.
         step_deadline_s: Longest time that a step may be in flight.
-        leave: Ends what the training thread has under way, called once, in this thread, after the optimizer was
+        leave: Ends what the training thread has in progress; called once, in this thread, after the optimizer was
             dropped.
 
     Attributes:
-        dropped: The user has no reference to the optimizer any more.
+        dropped: Whether the user holds no reference to the optimizer any more.
     """
 
     _engine: StepEngine
@@ -45,8 +45,8 @@ class Helper:
         self._step_deadline_s = step_deadline_s
         self._leave = leave
         self._stop = threading.Event()
-        self._carries_on = False  # It has taken over from the training thread for good.
-        self._sent: tuple[int, bool, bool] | None = None  # Where this rank is, as the coordinator knows it.
+        self._carries_on = False  # Whether it has replaced the training thread permanently.
+        self._sent: tuple[int, bool, bool] | None = None  # This rank's position as last sent to the coordinator.
         self._thread = threading.Thread(target=self._run, name=f"star-helper-{number}", daemon=True)
 
     def start(self, engine: StepEngine) -> None:
@@ -55,7 +55,7 @@ class Helper:
         self._thread.start()
 
     def stop(self, engine: StepEngine, deadline_s: float) -> None:
-        """End the thread and wait for it; threads that wait for `engine` look again."""
+        """End the thread and wait for it; wake threads that wait for `engine`."""
         self._stop.set()
         with engine.lock:
             engine.lock.notify_all()
@@ -64,14 +64,14 @@ class Helper:
             self._thread.join(deadline_s)
 
     def end(self) -> None:
-        """All ranks have dropped the optimizer: let the thread end, without a wait for it."""
+        """End the thread without waiting for it, since all ranks have dropped the optimizer."""
         self._stop.set()
         with self._engine.lock:
             self._engine.helper_wake.notify_all()
 
     @property
     def ended(self) -> bool:
-        """Whether it is to end, or has."""
+        """Whether the thread has been told to end."""
         return self._stop.is_set()
 
     def drop(self) -> None:
@@ -110,14 +110,14 @@ class Helper:
                         f"{self._step_deadline_s:g} s; see the log of rank 0 for the rank that is missing"
                     )
                 time.sleep(_POLL_DROPPED_S if self.dropped else _POLL_S)
-            except BaseException as error:  # The training thread raises it: a helper has no caller.
+            except BaseException as error:  # The training thread raises it, since a helper has no caller.
                 engine.fail(error)
 
     def _has_work(self) -> bool:
         return self._stop.is_set() or (self.dropped and not self._carries_on) or self._engine.helper_has_work()
 
     def _carry_on(self) -> None:
-        """Contribute for the training thread from now on, and keep the coordinator informed of where this rank is."""
+        """Contribute for the training thread from now on, and keep the coordinator informed of this rank's position."""
         if not self._carries_on:
             self._carries_on = True
             self._leave()

@@ -1,15 +1,15 @@
 """`local(H)`: every rank steps on its own; after H steps, or H seconds, parameters and optimizer state are averaged.
 
-The average is weighted by the samples behind each rank's steps since the last one, so a rank that made fewer counts
-for less. Momentum and Adam's moments are averaged with the same weights: linear in the gradients as they are, their
-average is the moment of the average trajectory, and all replicas go on bit-equal (after post-local SGD, Lin et al.
-2020; the time-based form is what users built by hand to escape stragglers, RETURNN #318).
+The average is weighted by the samples behind each rank's steps since the last one, so a rank that made fewer steps
+counts less. Momentum and Adam's moments are averaged with the same weights: they are linear in the gradients or their
+squares, so their average is the moment of the average trajectory, and all replicas continue bit-equal (after post-local
+SGD, Lin et al. 2020; users built the time-based form by hand to escape stragglers, RETURNN #318).
 
-In the background (`Plan.transmission`, `Config.background`) an averaging does not hold up the training thread: it
-sends a copy of what it has, steps on, and at the end of the first step by which the mean is there adds the difference
-of mean and copy, to parameters and optimizer state alike (Streaming DiLoCo, Douillard et al. 2025). It waits where the
-next averaging is due, where ranks meet, for a checkpoint, and where its header asks for another plan: a mode is left
-at equal replicas.
+In the background (`Plan.transmission`, `Config.background`) an averaging does not hold up the training thread: it sends
+a copy of its parameters and state, steps on, and at the end of the first step by which the mean has arrived adds the
+difference between mean and copy to both (Streaming DiLoCo, Douillard et al. 2025). It waits for the mean before the
+next averaging, where ranks meet, for a checkpoint, and if the averaging's header requests another plan: a mode is left
+with equal replicas.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from star_hvd.engine.step_engine import StepEngine
 __all__ = ["LocalSteps"]
 
 
-_LEAST_WEIGHT = 1e-3  # Of a rank that made no step since the last averaging; if none did, the mean is what all have.
+_LEAST_WEIGHT = 1e-3  # Weight of a rank without a step since the last averaging; if no rank made one, nothing changes.
 
 
 @dataclass(slots=True)
 class _Copy:
-    """What this rank had when it sent its part of an averaging: parameters per bucket, and kinds of state."""
+    """What this rank had when it sent its part of an averaging: parameters per bucket, and optimizer state."""
 
     params: list[torch.Tensor] = field(default_factory=list)
-    state: list[tuple[int, str, torch.Tensor]] = field(default_factory=list)  # Index of the bucket, key, values.
+    state: list[tuple[int, str, torch.Tensor]] = field(default_factory=list)  # Bucket index, key, values.
     fence: Fence = DONE
 
 
@@ -51,8 +51,8 @@ class LocalSteps:
     Args:
         engine: The rank's engine; one averaging is one of its steps.
         wait: Waits for the handles of the step this rank owns.
-        background: Whether the training thread computes on while an averaging is under way, where the plan does not
-            say.
+        background: Whether the training thread computes while an averaging is in flight, if the plan does not specify
+            it.
     """
 
     def __init__(self, engine: StepEngine, wait: Callable[[], None], *, background: bool | None = None) -> None:
@@ -60,15 +60,15 @@ class LocalSteps:
         self._engine = engine
         self._wait = wait
         self._background = background
-        self._sent = False  # An averaging is under way to which the training thread has sent its part.
-        self._copy: _Copy | None = None  # What it had then, where it computes on.
+        self._sent = False  # Whether an averaging is in flight to which the training thread has sent its part.
+        self._copy: _Copy | None = None  # The copy sent with it, if the training thread computes meanwhile.
         self._weight = 0.0
         self._steps = 0
         self._began_s = time.monotonic()
         self._stood_in: Ended | None = None  # An averaging that the helper has completed.
 
     def begin(self) -> LocalSteps:
-        """The training thread enters the mode, at the parameters all ranks have."""
+        """Enter the mode, in the training thread, with the parameters all ranks have."""
         self.plan, self._weight, self._steps, self._began_s = self._engine.plan, 0.0, 0, time.monotonic()
         return self
 
@@ -83,28 +83,28 @@ class LocalSteps:
         return self._steps == 0
 
     def set_inactive(self, inactive: bool) -> None:
-        """The helper takes part in averagings meanwhile."""
+        """Does nothing: the helper takes part in averagings meanwhile."""
 
     def confirm_inactive(self) -> None:
-        """The engine knows that this rank is inactive."""
+        """Does nothing: the engine knows that this rank is inactive."""
 
     def wake(self) -> None:
-        """Nothing waits here that others could end."""
+        """Does nothing: no wait here can be ended by others."""
 
     # ---- training thread ------------------------------------------------------------------------------------
 
     def give(self, bucket: Bucket) -> None:
-        """A gradient is whole."""
+        """Count a complete gradient."""
         self._engine.outside_gradient(bucket.index)
 
     def step(self, *, skip: bool) -> Any:
-        """One step on this rank's own gradient, and the averaging when it is due.
+        """Make one step on this rank's own gradient, and average if that is due.
 
-        If a rank is late: the others wait for it at the averaging, not before.
+        If a rank is late, the others wait for it at the averaging, not before.
         """
         engine, weight = self._engine, self._engine.weight
         engine.own_steps += 1
-        if self.over:  # The mode ended while this rank was elsewhere.
+        if self.over:  # The mode ended while this rank was away.
             flats = [self._weighted(bucket, weight).clone() for bucket in engine.applier.buckets]
             engine.keep_late(flats, engine.step)
             return None
@@ -128,7 +128,7 @@ class LocalSteps:
         return value
 
     def _fold(self, bucket: Bucket, weight: float) -> float:
-        """A gradient from before this mode joins this rank's next one: mean over both weights. Returns their sum."""
+        """Fold a gradient from before this mode into this rank's next one (mean by both weights). Return their sum."""
         flat = self._weighted(bucket, weight)
         if not self._engine.fold_late(bucket, flat):
             if weight not in (0.0, 1.0):
@@ -154,13 +154,13 @@ class LocalSteps:
         return time.monotonic() - self._began_s >= plan.local_s
 
     def average(self) -> None:
-        """Average with all ranks now; waits for them."""
+        """Average with all ranks now, and wait for them."""
         self._use_sent(wait=True)
         self._send(copy=False)
         self._use_sent(wait=True)
 
     def _send(self, *, copy: bool) -> None:
-        """Submit this rank's part of an averaging. What it does from here on counts for the next one."""
+        """Submit this rank's part of an averaging. Its steps from here on count for the next one."""
         engine = self._engine
         weight = engine.weight
         engine.weight = self._weight = max(self._weight, _LEAST_WEIGHT)
@@ -174,10 +174,10 @@ class LocalSteps:
         self._sent, self._weight, self._steps, self._began_s = True, 0.0, 0, time.monotonic()
 
     def _use_sent(self, *, wait: bool) -> None:
-        """Use the averaging under way once it has ended; where the helper completes it, `take_over` does.
+        """Use the averaging in flight once it has ended; if the helper completes it, `take_over` uses it instead.
 
         Args:
-            wait: Wait for its end.
+            wait: Whether to wait for it to end.
         """
         engine = self._engine
         if not self._sent:
@@ -190,7 +190,7 @@ class LocalSteps:
         extras = engine.own_step().extras
         result = engine.finish_own()
         weights = self._weights(result)
-        # Where this rank has made no step since, it takes the mean as it is: the same bits on all such ranks.
+        # If this rank has made no step since, it takes the mean itself: the same bits on all such ranks.
         ended = (result, extras, self._copy if self._steps else None)
         self._sent, self._copy = False, None
         if not self._steps:
@@ -199,13 +199,13 @@ class LocalSteps:
         engine.averaged()
 
     def catch_up(self) -> None:
-        """Average where all ranks meet: they leave an epoch, or an optimizer, with equal parameters."""
+        """Average where all ranks meet, so that they leave an epoch, or an optimizer, with equal parameters."""
         self.take_over()
         if not self.over:
             self.average()
 
     def take_over(self) -> None:
-        """Use an averaging that ended without the training thread, which calls this; one under way ends first."""
+        """Use an averaging that ended without the calling training thread; one in flight is waited for first."""
         engine = self._engine
         with engine.lock:  # The helper has a deadline, and fails the engine past it.
             while engine.helper_averages() and engine.failure is None:
@@ -213,14 +213,14 @@ class LocalSteps:
         found = self._stood_in
         if self._use(self._write_live) and found is not None and found[2] is None:
             self._steps, self._began_s = 0, time.monotonic()
-        self._engine.replica.catch_up()  # The helper may have put it onto a shadow, with later steps behind it.
+        self._engine.replica.catch_up()  # The helper may have written it to a shadow, with later steps replayed on it.
 
     def _write_live(self, ended: Ended, weights: list[float]) -> None:
         with self._engine.replica.writing():
             self._write(ended, weights)
 
     def absorb(self) -> bool:
-        """Put such an averaging onto a shadow, in the helper's thread, so that later steps can be replayed on it."""
+        """Write such an averaging to a shadow, in the helper's thread, so that later steps can be replayed on it."""
 
         def shadow(ended: Ended, weights: list[float]) -> None:
             self._engine.replica.shadow_with(lambda *copied: self._write(ended, weights, *copied))
@@ -229,7 +229,10 @@ class LocalSteps:
 
     @property
     def absorbable(self) -> bool:
-        """Whether there is one that replaces what this rank has. Another is part of the helper's next contribution."""
+        """Whether an averaging waits that replaces this rank's state.
+
+        One to be added as a difference is instead included in the helper's next contribution.
+        """
         found = self._stood_in
         return found is not None and found[2] is None
 
@@ -255,33 +258,33 @@ class LocalSteps:
         return False
 
     def _weights(self, result: Result) -> list[float]:
-        """The weights behind an averaging, one per bucket: the host waits for the device, so hold no lock."""
+        """Return the weight behind an averaging per bucket. The host waits for the device, so call without locks."""
         self._engine.streams.await_host()
         return [float(mean[-1]) for mean in result.means]
 
     def refresh_state(self) -> None:
-        """The optimizer's state is this rank's own between two averagings; one under way ends first."""
+        """Between averagings the optimizer's state is this rank's own; an averaging in flight is waited for."""
         self.take_over()
         self._use_sent(wait=True)
 
     def drain(self) -> None:
-        """Averagings end without the training thread: the helper takes part in them."""
+        """Does nothing: averagings end without the training thread, since the helper takes part in them."""
 
     def shutdown(self) -> None:
-        """The helper averages for a rank that is inactive, until its engine ends."""
+        """Does nothing: the helper averages for an inactive rank until its engine ends."""
 
     def exit(self) -> None:
-        """The mode has ended, right after an averaging."""
+        """Leave the mode, which has ended right after an averaging."""
         self.take_over()
 
     # ---- averaging: the engine's side -------------------------------------------------------------------------
 
     def proxy_contribution(self, bucket: Bucket) -> torch.Tensor:
-        """What the helper contributes for a training thread that is inactive: its steps since the last averaging."""
+        """Return the helper's contribution for an inactive training thread: its steps since the last averaging."""
         return self._part(bucket)
 
     def _part(self, bucket: Bucket) -> torch.Tensor:
-        """This rank's part of the average of a bucket's parameters."""
+        """Return this rank's part of the average of a bucket's parameters."""
         part = bucket.new_average()
         if self._weight:
             with self._engine.replica.copying():
@@ -298,12 +301,12 @@ class LocalSteps:
         return part
 
     def _unused(self) -> tuple[Result, list[torch.Tensor], _Copy] | None:
-        """An averaging whose difference the training thread, which is inactive, has not added yet."""
+        """Return an averaging whose difference the inactive training thread has not added yet."""
         found = self._stood_in
         return None if found is None or found[2] is None else (found[0], found[1], found[2])
 
     def extras(self) -> list[tuple[str, torch.Tensor]]:
-        """The optimizer's float state times this rank's weight, one tensor per bucket and kind of state."""
+        """Return the optimizer's float state times this rank's weight, one tensor per bucket and state key."""
         found, state = [], self._engine.applier.optimizer.state
         with self._engine.replica.copying():
             for bucket in self._engine.applier.buckets:
@@ -328,12 +331,12 @@ class LocalSteps:
         """Keep an averaging that the helper completed."""
         result.fence = self._engine.streams.give(AVERAGED)
         self._stood_in = (result, extras, self._copy)
-        if not self._sent:  # It was made of what the training thread had done by then.
+        if not self._sent:  # It consisted of what the training thread had done by then.
             self._weight = 0.0
         self._sent, self._copy = False, None
 
     def _keys(self, bucket: Bucket, state: Mapping[Any, Mapping[str, Any]]) -> list[str]:
-        """State that has the parameters' shape. It is the same on all ranks once all have stepped."""
+        """Return the keys of state with the parameters' shape, the same on all ranks once all have stepped."""
         return sorted(
             {
                 key
@@ -381,7 +384,7 @@ def _add_difference(
     buckets: Sequence[Bucket],
     state: Mapping[Any, Mapping[str, Any]],
 ) -> None:
-    """Add mean minus copy to what a rank has by now: steps it has made since the copy stay in it."""
+    """Add mean minus copy to a rank's present values, which keeps the steps it has made since the copy."""
     for bucket, mean, before in zip(buckets, means, copy.params, strict=True):
         for view, param in zip(bucket.split(mean.sub_(before)), bucket.params, strict=True):
             param.add_(view)
@@ -393,10 +396,10 @@ def _add_difference(
 
 
 def _move(value: torch.Tensor, before: torch.Tensor, mean: torch.Tensor) -> None:
-    """Add `mean - before` to `value`. What is never negative, a second moment, stays above zero.
+    """Add `mean - before` to `value`, keeping non-negative values such as second moments from falling below zero.
 
-    Such a moment shrinks by itself, so that the difference of two older values can exceed what is left of it. It stays
-    at least as large as the smaller of own value and mean.
+    Second moments decay, so the difference of two older values can exceed the present value. The result stays at least
+    as large as the smaller of the present value and the mean.
     """
     moved = value + (mean - before)
     never_negative = (before.amin() >= 0) & (mean.amin() >= 0) & (value.amin() >= 0)

@@ -1,13 +1,11 @@
-"""Moves one rank between the families of modes: common steps, a subgroup's child, servers, local steps.
+"""Move one rank between the families of modes: common steps, a subgroup's child, servers, local steps.
 
-What to do when is decided by `SwitchMachine` (`switch_machine.py`); here its instructions are carried out, by the
-thread whose event asked for them, or by `star-prepare` where they wait or where the engine's lock is held. Only the
-training thread enters and leaves modes, at the end of its step, when its parameters are those of the step at which the
-plan begins.
+`SwitchMachine` (`switch_machine.py`) decides what to do when. This module carries out its instructions, in the thread
+whose event caused them, or in `star-prepare` if they wait or the engine's lock is held. Only the training thread enters
+and leaves modes, at the end of its step, when its parameters are those of the step at which the plan begins.
 
-Locks: `_lock` is held while the machine takes an event in, and for nothing else. `_presence` is held around an event
-about the training thread's presence and what follows from it, so that the servers hear of absences in order; nothing
-waits under it.
+Locks: `_lock` is held only while the machine processes an event. `_presence` is held around an event about the training
+thread's presence and its consequences, so that the servers hear of absences in order; nothing waits under it.
 """
 
 from __future__ import annotations
@@ -35,19 +33,19 @@ _POLL_S = 0.001
 
 
 class Steps(Protocol):
-    """How a rank makes steps in a mode of its own, where its gradients are not reduced with those of all members."""
+    """How a rank makes steps in a mode in which its gradients are not reduced with those of all members."""
 
     @property
     def over(self) -> bool:
-        """Whether this rank has nothing more to do here."""
+        """Whether this rank has nothing left to do here."""
         ...
 
     def give(self, bucket: Bucket) -> None:
-        """The training thread's gradient of a bucket is whole."""
+        """Handle the training thread's complete gradient of a bucket."""
         ...
 
     def step(self, *, skip: bool) -> Any:
-        """Make a whole step with it."""
+        """Make a whole step with the gradients."""
         ...
 
     def catch_up(self) -> None:
@@ -59,83 +57,83 @@ class Steps(Protocol):
         ...
 
     def set_inactive(self, inactive: bool) -> None:
-        """The training thread delivers no gradients from now on, or does again. Never waits."""
+        """Note whether the training thread delivers no gradients from now on. Never waits."""
         ...
 
     def confirm_inactive(self) -> None:
-        """Wait until the others have taken in that it is inactive."""
+        """Wait until the others know that it is inactive."""
         ...
 
     def wake(self) -> None:
-        """A wait here is to look whether something has changed."""
+        """Have a wait in this object check whether something has changed."""
         ...
 
     def drain(self) -> None:
-        """Take part, with nothing, until the end that other ranks wait for. Waits."""
+        """Take part without gradients until the end that other ranks wait for. Waits."""
         ...
 
     def shutdown(self) -> None:
-        """All ranks have made their last step: no rank that still takes part may wait for one that does not. Waits."""
+        """End after all ranks have made their last step: none that still takes part may wait for another. Waits."""
         ...
 
     def exit(self) -> None:
-        """The training thread has left: let go of connections."""
+        """Release connections after the training thread has left."""
         ...
 
 
 class Services(Protocol):
-    """What the process offers to a switch; see `star_hvd.runtime.mode_services`."""
+    """What the process provides for a switch; see `star_hvd.runtime.mode_services`."""
 
     def prepare(self, optimizer_id: int, plan: Plan) -> str | None:
-        """Get process sets, servers and connections ready; blocks. A reason why not, or None."""
+        """Get process sets, servers and connections ready; blocks. Return why not, or None."""
         ...
 
     def session(self, optimizer_id: int, plan: Plan) -> int | None:
-        """The session of servers that a prepared plan begins or continues, None where it has no servers."""
+        """Return the server session that a prepared plan starts or continues, None if it has no servers."""
         ...
 
     def give_up(self, optimizer_id: int, plan_id: int) -> None:
-        """Plans up to this one are not wanted any more: whatever gets one of them ready stops waiting."""
+        """Stop all preparations of plans up to this one, which are no longer wanted."""
         ...
 
     def steps(self, optimizer_id: int, plan: Plan) -> Steps:
-        """What makes the steps of a prepared plan other than local ones."""
+        """Return the object that makes the steps of a prepared plan other than `local`."""
         ...
 
     def seed(self, optimizer_id: int, plan: Plan, snapshot: Callable[[], Snapshot]) -> None:
-        """The state with which servers begin, where this rank runs any."""
+        """Provide the state with which servers start, if this rank runs any."""
         ...
 
     def end(self, optimizer_id: int, plan: Plan, new: Plan) -> None:
-        """All ranks are ready to go from `plan` on to `new`: let servers make their last update, where here are any."""
+        """All ranks are ready to move from `plan` to `new`: let servers that run here make their last update."""
         ...
 
     def begun(self, optimizer_id: int, plan: Plan) -> None:
-        """A plan of servers is in force, whether the training thread has come to it or not."""
+        """A plan of servers is in force, whether or not the training thread has reached it."""
         ...
 
     def final_state(self, optimizer_id: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
-        """The state with which the servers of a plan ended, None where it is not to be had any more."""
+        """Return the state with which the servers of a plan ended, None if it is no longer available."""
         ...
 
 
 class ModeSwitcher:
-    """See the module's text.
+    """Switches one optimizer between modes; see the module docstring.
 
     Args:
         number: Number of the optimizer.
         engine: Its engine.
-        services: Of the process.
-        report: Sends the coordinator that a plan is prepared, or why it cannot be.
-        unsupported: Sends the coordinator why the program forbids a plan.
+        services: The process's services.
+        report: Tells the coordinator that a plan is prepared, or why it cannot be.
+        unsupported: Tells the coordinator why the program forbids a plan.
         ranks: The other ranks as a source of state.
-        local: Makes the steps of `local`.
-        later: Runs something in the preparer's thread.
+        local: Returns the object that makes the steps of `local`.
+        later: Runs a function in the preparer's thread.
         deadline_s: Longest wait for a state.
-        push_deadline_s: Longest wait for the end of a mode: the last push in it may come over a slow link.
+        push_deadline_s: Longest wait for the end of a mode, whose last push may use a slow link.
 
     Attributes:
-        active_mode: What makes this rank's steps where its gradients are not reduced with those of all members, else
+        active_mode: What makes this rank's steps if its gradients are not reduced with those of all members, else
             None. The training thread sets it.
         ranks: As given.
     """
@@ -168,7 +166,7 @@ class ModeSwitcher:
         self._presence = ordered_lock("ModeSwitcher._presence")
         self._machine = SwitchMachine(engine.rank, engine.plan)
         self._note_answers()
-        self._steps: dict[int, Steps] = {}  # By session; filled and emptied under `_lock`.
+        self._steps: dict[int, Steps] = {}  # By session; changed under `_lock`.
 
     @property
     def rank(self) -> int:
@@ -186,17 +184,17 @@ class ModeSwitcher:
         self._take_in(protocol.PlanCommitted(plan_id))
 
     def abandon(self, plan_id: int) -> None:
-        """The coordinator gives a plan up."""
+        """The coordinator abandons a plan."""
         self._take_in(protocol.PlanAbandoned(plan_id))
 
     def announce(self, plan_id: int, step: int) -> None:
-        """A plan is in force from a step on; ranks that do not agree to it in band have to follow."""
+        """A plan is in force from `step` on; ranks that do not agree to it in band have to follow."""
         self._take_in(protocol.PlanActivated(plan_id, step))
 
     # ---- events of the engine, in whatever thread takes a plan up -------------------------------------------------
 
     def taken_up(self, plan: Plan) -> None:
-        """A plan is in force here. Under the engine's lock: what follows from it is left to the preparer's thread."""
+        """A plan is in force here. Under the engine's lock, so the preparer's thread carries out the consequences."""
         instructions = self._decide(protocol.PlanInForce(plan))
         if instructions:
             self._later(lambda: self._carry_out(instructions))
@@ -204,13 +202,13 @@ class ModeSwitcher:
     # ---- events of the training thread ----------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """At the end of a step: leave what the plan in force does not ask for any more."""
+        """At the end of a step: leave a mode that the plan in force no longer uses."""
         over = self.active_mode is not None and self.active_mode.over
         if over or not self._at_rest:
             self._take_in(protocol.StepEnded(over))
 
     def enter(self) -> None:
-        """At the end of a step: enter what the plan in force asks for, once this rank is where it begins."""
+        """At the end of a step: enter the mode of the plan in force, once this rank has the step at which it begins."""
         if self._at_rest:
             return
         engine = self._engine
@@ -220,8 +218,10 @@ class ModeSwitcher:
         self._carry_out(instructions)
 
     def set_inactive(self, inactive: bool) -> None:
-        """The training thread delivers no gradients from now on, or does again. Does not wait; see
-        `confirm_inactive`."""
+        """Note whether the training thread delivers no gradients from now on.
+
+        Does not wait; see `confirm_inactive`.
+        """
         with self._presence:
             self._take_in(protocol.ThreadInactive() if inactive else protocol.ThreadActive())
 
@@ -232,7 +232,7 @@ class ModeSwitcher:
             active.confirm_inactive()
 
     def shutdown(self) -> None:
-        """All ranks are inactive and will make no step again; returns when no rank waits for this one any more."""
+        """All ranks are inactive and will make no further step; return once no rank waits for this one."""
         with self._lock:
             steps = list(self._steps.values())
         for each in steps:
@@ -243,21 +243,21 @@ class ModeSwitcher:
 
     @property
     def needs_state(self) -> bool:
-        """Whether this rank, at the end of its step, must have the state of the step the others are at."""
+        """Whether this rank, at the end of its step, needs the state of the step the others are at."""
         return self._needs_state
 
     @property
     def must_drain(self) -> bool:
-        """Whether a mode was passed meanwhile that has to be left before the plan in force can be entered."""
+        """Whether a mode was skipped meanwhile that has to be drained before the plan in force can be entered."""
         return self._must_drain
 
     def plan_of(self, plan_id: int) -> Plan | None:
-        """A plan that was prepared here."""
+        """Return a plan that was prepared here, None if unknown."""
         with self._lock:
             return self._machine.plan(plan_id)
 
     def describe(self) -> str:
-        """The states of the last plans and the active mode, for logs."""
+        """Describe the states of the last plans and the active mode, for logs."""
         with self._lock:
             states = ", ".join(f"{plan_id} {state.name}" for plan_id, state in self._machine.states().items())
             opened = sorted(self._steps)
@@ -267,16 +267,16 @@ class ModeSwitcher:
     # ---- states ---------------------------------------------------------------------------------------------------
 
     def state_for(self, optimizer_id: int) -> Snapshot | None:
-        """The state this rank lacks. None where a change of mode made it superfluous."""
+        """Return the state this rank lacks, None if a change of mode has made it unnecessary."""
         with self._lock:
             ended = self._machine.ended_servers
         if ended is not None and self._engine.next_step != ended.step:
-            ended = None  # Other ranks have later steps by now.
+            ended = None  # Other ranks have made later steps by now.
         sources = StateSources(ended=self._source_of(ended) if ended is not None else None, ranks=self.ranks)
         return sources.require(self.rank, self._engine.least_useful_step, self._deadline_s, lambda: self.needs_state)
 
     def _source_of(self, ended: protocol.EndedServers) -> EndedServers:
-        """Servers that have ended as a source of state."""
+        """Return servers that have ended as a source of state."""
 
         def read(limit_s: float) -> Snapshot | None:
             return self._services.final_state(self._number, ended.plan, ended.step, limit_s)
@@ -300,7 +300,7 @@ class ModeSwitcher:
             return instructions
 
     def _note_answers(self) -> None:
-        """What the training thread asks in every step, without the lock."""
+        """Cache what the training thread asks in every step without the lock."""
         machine = self._machine
         self._at_rest, self._needs_state, self._must_drain = machine.at_rest, machine.needs_state, machine.must_drain
 
@@ -310,7 +310,7 @@ class ModeSwitcher:
             self._prepare_or_follow(each)
 
     def _prepare_or_follow(self, each: protocol.Instruction) -> None:
-        """Instructions about plans; the others are `_serve_or_step`'s."""
+        """Carry out instructions about plans; `_serve_or_step` handles the others."""
         number, services, agreement = self._number, self._services, self._engine.agreement
         match each:
             case protocol.QueuePreparation(plan_id):
@@ -398,7 +398,7 @@ class ModeSwitcher:
     # ---- steps of a mode ------------------------------------------------------------------------------------------
 
     def _open(self, plan: Plan, session: int) -> Steps:
-        """What makes the steps of a session; where two threads make it at once, the first one's is used."""
+        """Return the object that makes a session's steps; if two threads create one at once, the first is used."""
         with self._lock:
             found = self._steps.get(session)
         if found is None:
@@ -416,7 +416,7 @@ class ModeSwitcher:
     def _enter(self, plan: Plan, session: int, behind: bool) -> None:
         engine, steps = self._engine, self._open(plan, session)
         with engine.replica.apply_lock, engine.lock:
-            # The next plan may have come into force this very moment: then what that said of the state here holds.
+            # Another plan may have just come into force; its effect on this rank's state must then stand.
             instructions = self._decide(protocol.ModeOpened(session, behind))
             for use in (each for each in instructions if isinstance(each, protocol.UseMode)):
                 self.active_mode = steps
@@ -426,7 +426,7 @@ class ModeSwitcher:
         self._carry_out([each for each in instructions if not isinstance(each, protocol.UseMode)])
 
     def _catch_up(self, session: int, ended: protocol.EndedServers | None) -> None:
-        """Parameters to begin with: of the servers that have just ended, or from the ranks that go on."""
+        """Get the first parameters, from the servers that have just ended or from the ranks that continue."""
         if ended is not None and self._engine.next_step == ended.step:
             snapshot = self._source_of(ended).snapshot(ended.step, self._deadline_s)
             if snapshot is not None:
@@ -437,7 +437,7 @@ class ModeSwitcher:
         steps.catch_up()
 
     def _await_plan(self, plan: Plan, session: int) -> None:
-        """The servers' answer that they have ended may come before the coordinator says where the next plan begins."""
+        """Wait: the servers may report their end before the coordinator announces where the next plan begins."""
         limit_s = time.monotonic() + self._push_deadline_s
         while self._is_current(session):
             if self._engine.failure is not None:

@@ -1,8 +1,8 @@
-"""When the training thread's own work for a step is done, on its devices too.
+"""Measure when the training thread's own work for a step is done, including on its devices.
 
-Launching kernels takes a fraction of the time they run, so a fence behind the latest gradient on each device stands
-for their end. In `sync` the step's reduction is under way meanwhile and nothing waits for this; the arrival is then
-sent to the coordinator when its time is known.
+Launching kernels takes a fraction of the time they run, so a fence behind the latest gradient on each device marks
+their end. In `sync` the step's reduction runs meanwhile and nothing waits for this; the arrival is sent to the
+coordinator once its time is known.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OwnWork:
         self._done_s = 0.0
 
     def gradient_queued(self, streams: Streams, flat: torch.Tensor) -> Fence:
-        """A gradient will be whole in `flat` once its device has come to the fence that is returned."""
+        """Return a fence; the gradient in `flat` is complete once its device has reached it."""
         fence = self._behind[flat.device] = streams.give_one(GRADIENT, flat)
         return fence
 
@@ -43,7 +43,7 @@ class OwnWork:
         """Stop the clock once the devices are done, if it still runs.
 
         Args:
-            wait: Until they are done.
+            wait: Whether to wait until they are done.
         """
         if not self._reporter.timing:
             return

@@ -1,11 +1,11 @@
-"""`ps` on a worker: gradients go to parameter servers, parameters come back; nothing is reduced here.
+"""Mode `ps` on a worker: push gradients to parameter servers and get parameters back; nothing is reduced here.
 
-Early (`Plan.pushes_early`) a bucket is sent when its gradient is whole, within backward; `step` sends what is left and
-announces the push. The servers count a push from its announcement on, so that rules and their outcome are the same. A
-program that changes gradients before `step`, to clip them by hand for example, voids what was sent: the push is made
-again as a whole, under a new number, and from then on none begins within backward.
+With early pushes (`Plan.pushes_early`) a bucket is sent within backward, when its gradient is complete; `step` sends
+the rest and announces the push. The servers count a push from its announcement, so rules and outcomes are unchanged. If
+a program changes gradients before `step`, e.g. clips them by hand, what was sent is void: the whole push is repeated
+under a new number, and from then on no push starts within backward.
 
-With gates (`Plan.in_background`) `step` waits for the push's result alone: parameters arrive while the program goes on
+With gates (`Plan.in_background`) `step` waits only for the push's result: parameters arrive while the program continues
 (`arriving.py`).
 """
 
@@ -31,7 +31,7 @@ __all__ = ["Client", "Outcome", "ServerSteps", "StepInfo"]
 
 logger = logging.getLogger("star_hvd")
 
-_LOOK_S = 5.0  # Between two looks whether this rank has failed.
+_LOOK_S = 5.0  # Interval between checks whether this rank has failed.
 
 
 class Client(Protocol):
@@ -72,7 +72,7 @@ class Compressed(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What became of one gradient: staleness, seconds between its push and the reply, the epoch that was acted on."""
+    """Outcome of one gradient: staleness, seconds between its push and the reply, the id of the plan acted on."""
 
     version: int
     staleness: int
@@ -82,7 +82,7 @@ class StepInfo:
 
 @dataclass(slots=True)
 class Outcome:
-    """Parameters after a push: `moved` where the servers have made their last update."""
+    """Parameters after a push; `kind` is `moved` if the servers have made their last update."""
 
     kind: str
     version: int
@@ -93,21 +93,21 @@ class Outcome:
 
 
 class ServerSteps:
-    """See the module's text.
+    """Steps of mode `ps`; see the module docstring.
 
     Args:
-        engine: This rank's engine; it reduces nothing meanwhile.
+        engine: This rank's engine, which reduces nothing meanwhile.
         plan: The plan.
         client: Connection to the servers.
         deadline_s: Longest wait for the servers.
-        on_step: Told about every step.
-        on_notes: Gets the servers' notes of their updates.
-        plan_of: The plan of an epoch that the servers have taken up, None where it is unknown here.
-        same_session: Whether two plans are served without an end between them.
-        early: Whether buckets are sent within backward.
-        gates: In front of parameters that are on their way when `step` returns; None where it waits for all of them.
-        compressed: Makes what is pushed smaller; None where it travels as it is.
-        on_wait: Gets the seconds of every wait of the training thread for such parameters: no work of this rank's own.
+        on_step: Called with every step.
+        on_notes: Gets the servers' notes on their updates.
+        plan_of: Returns the plan of an id that the servers have adopted, None if it is unknown here.
+        same_session: Whether the same servers serve both plans without ending in between.
+        early: Whether to send buckets within backward.
+        gates: Gates in front of parameters that are still arriving when `step` returns; None if it waits for all.
+        compressed: Compresses pushes; None to send them unchanged.
+        on_wait: Gets the seconds of every wait of the training thread for such parameters, which is not its own work.
     """
 
     def __init__(
@@ -136,44 +136,44 @@ class ServerSteps:
         self._same_session = same_session
         self._pushes = 0
         self._moved = False
-        # A push is clipped as a whole, and buffers on a device are copied as a whole.
+        # Not if gradients are clipped, which needs all of them, or on a device, from which they are copied as a whole.
         self._early = early and engine.applier.max_grad_norm is None and not engine.streams.devices
         made = gates is not None and not engine.streams.devices
         self._arriving: ArrivingParameters | None = None
         if gates is not None and made:
             self._arriving = ArrivingParameters(engine, client, gates, deadline_s, on_wait)
-        self._begun = False  # The push of this step has begun within backward, and nothing has changed since.
-        self._given: dict[int, tuple[int, int]] = {}  # Buckets sent ahead of `step`, with `_state_of` them then.
-        # The parameters here as they came: their version and the client's buffers, until the next push.
+        self._begun = False  # Whether this step's push has started within backward, with nothing changed since.
+        self._given: dict[int, tuple[int, int]] = {}  # Buckets sent before `step`, with their `_state_of` then.
+        # The parameters as received: their version and the client's buffers, until the next push.
         self._held: tuple[int, Sequence[torch.Tensor]] | None = None
         self._on_their_way: Sequence[torch.Tensor] = ()
         self._compressed = compressed if not engine.streams.devices else None
-        self._small: dict[int, bytes] = {}  # Of this push: per chunk what is sent instead of its part of the buffer.
+        self._small: dict[int, bytes] = {}  # Of this push, per chunk: what is sent instead of its part of the buffer.
 
     @property
     def wanted(self) -> bool:
-        """Whether the plan in force is still served by this object's servers."""
+        """Whether this object's servers still serve the plan in force."""
         plan = self._engine.plan
         return plan.plan_id == self.plan.plan_id or self._same_session(self.plan, plan)
 
     @property
     def over(self) -> bool:
-        """Whether this rank has nothing more to do with these servers."""
+        """Whether this rank has nothing left to do with these servers."""
         return self._moved or not self.wanted
 
     @property
     def acts_on(self) -> int:
-        """Epoch of the newest plan of which nothing earlier is left to do here."""
+        """Id of the newest plan before which nothing is left to do here."""
         return self._engine.plan.plan_id
 
     # ---- training thread ------------------------------------------------------------------------------------
 
     def give(self, bucket: Bucket) -> None:
-        """A gradient is whole."""
+        """Handle a complete gradient, and send it if pushes start early."""
         self._engine.outside_gradient(bucket.index)
-        # A late gradient is folded in by `step` alone: behind this one there may be no step.
+        # Only `step` folds in a late gradient: no step may follow this backward pass.
         if self._early and not self.over and not self._engine.pending_weight:
-            if not self._given or bucket.index in self._given:  # The latter where no step followed a backward pass.
+            if not self._given or bucket.index in self._given:  # The latter if no step followed a backward pass.
                 self._given.clear()
                 self._small.clear()
                 self._pushes += 1
@@ -182,21 +182,21 @@ class ServerSteps:
             self.client.give(self._pushes, bucket.index, bucket.flat, small=small)
 
     def step(self, *, skip: bool) -> Any:
-        """Push this rank's gradient, wait for parameters.
+        """Push this rank's gradient and wait for parameters.
 
-        If a rank is late: the others wait for it no longer than the servers' rule says; its gradient becomes part of a
+        If a rank is late, the others wait for it no longer than the servers' rule says; its gradient becomes part of a
         later update.
         """
         engine = self._engine
         self._finish_arriving()
         engine.own_steps += 1
-        engine.applier.clip()  # The averaged gradient is never in one piece.
+        engine.applier.clip()  # Here, since no process ever holds the whole averaged gradient.
         flats, version = self._contribution(), engine.step
         if self.over:  # The mode ended while this rank was computing.
             engine.keep_late([flat.clone() for flat in flats], version)
             return None
         began_s = time.monotonic()
-        # What this step's forward pass waited for the parameters of the one before.
+        # Time that this step's forward pass waited for the previous step's parameters.
         arriving_s = self._arriving.take_waited_s() if self._arriving is not None else 0.0
         outcome = self._exchange(flats)
         self._account(flats, version, outcome)
@@ -211,7 +211,7 @@ class ServerSteps:
         return None
 
     def _contribution(self) -> list[torch.Tensor]:
-        """The buckets' buffers as they are reduced: gradients times weight, the weight, late gradients folded in."""
+        """Return the buckets' buffers as pushed: gradients times weight, the weight, late gradients folded in."""
         given, self._given = self._given, {}
         for bucket in self._engine.applier.buckets:
             if bucket.index not in given:
@@ -225,7 +225,7 @@ class ServerSteps:
         return [bucket.flat for bucket in buckets]
 
     def _weigh(self, bucket: Bucket) -> Mapping[int, bytes]:
-        """Make the bucket's buffer what is pushed; per chunk what is sent instead of its part of the buffer."""
+        """Turn the bucket's buffer into what is pushed. Return per chunk what is sent instead of its part of it."""
         weight = self._engine.weight
         if weight != 1.0:
             bucket.flat[:-1].mul_(weight)
@@ -244,7 +244,7 @@ class ServerSteps:
 
     def _push(self, flats: Sequence[torch.Tensor], *, count: int) -> Outcome:
         engine = self._engine
-        self._held = None  # The answer comes into the same buffers.
+        self._held = None  # The answer is written into the same buffers.
         engine.streams.await_host(self._deadline_s)
         total = sum(float(flat[-1]) for flat in flats) / max(1, len(flats))
         if not self._begun:
@@ -291,7 +291,7 @@ class ServerSteps:
         )
 
     def _account(self, flats: Sequence[torch.Tensor], version: int, outcome: Outcome) -> None:
-        """Count what became of this rank's own gradient; one that came after the last update waits for the next."""
+        """Count the outcome of this rank's own gradient; one that came after the last update is kept for the next."""
         counters = self._engine.counters
         weight = sum(float(flat[-1]) for flat in flats) / max(1, len(flats))
         if outcome.applied:
@@ -328,17 +328,17 @@ class ServerSteps:
                     param.copy_(view)
 
     def _finish_arriving(self) -> None:
-        """Wait for parameters that are on their way, before anything else is done with them."""
+        """Wait for parameters that are still arriving, before they are used otherwise."""
         version = self._arriving.finish() if self._arriving is not None else None
         if version is not None:
             self._held = version, self._on_their_way
-        if version is not None and version < self._engine.step:  # Of a server that was restarted in the middle.
+        if version is not None and version < self._engine.step:  # From a server that was restarted meanwhile.
             self._engine.note_step(version)
 
     def _known(self) -> int | None:
-        """Version of the servers' parameters that this rank has; None where the program has written to them since.
+        """Return the version of the servers' parameters held here; None if the program has written to them since.
 
-        Compared by content: the version of a tensor does not tell of writes through `param.data` or NumPy.
+        Compares contents: a tensor's version does not reflect writes through `param.data` or NumPy.
         """
         if self._held is None:
             return None
@@ -350,7 +350,7 @@ class ServerSteps:
         return version
 
     def catch_up(self) -> None:
-        """Get the newest parameters, at the end of an epoch for example; those that are here are not sent again."""
+        """Get the newest parameters, e.g. at the end of an epoch; those already here are not sent again."""
         self._finish_arriving()
         if not self.over:
             reply = self.client.pull(self._deadline_s, known=self._known())
@@ -358,40 +358,40 @@ class ServerSteps:
                 self._write(Outcome("params", reply.version, reply.plan_id, reply.params))
 
     def refresh_state(self) -> None:
-        """Bring parameters and optimizer state of one consistent version here, for a checkpoint."""
+        """Get parameters and optimizer state of one consistent version, for a checkpoint."""
         self._finish_arriving()
         if not self.over:
             self._engine.adopt_state(self.client.state(self._deadline_s))
 
     def set_inactive(self, inactive: bool) -> None:
-        """The servers do not wait for this rank's gradients while it is inactive."""
+        """Tell the servers whether to wait for this rank's gradients."""
         self.client.absent(inactive)
 
     def confirm_inactive(self) -> None:
-        """Wait until the servers have taken that in: what they are asked afterwards is answered afterwards."""
+        """Wait until the servers have processed that; later requests are answered after it."""
         if not self.over:
             self.client.pull(self._deadline_s, empty=True)
 
     def wake(self) -> None:
-        """Something changed that a wait should notice."""
+        """Interrupt a wait, since something changed that it should notice."""
         self.client.wake()
 
     def drain(self) -> None:
-        """No other rank waits for this one here."""
+        """Does nothing: no other rank waits for this one here."""
 
     def shutdown(self) -> None:
-        """No other rank waits for this one here."""
+        """Does nothing: no other rank waits for this one here."""
 
     def exit(self) -> None:
-        """The mode has ended; the client stays until the final state has been fetched."""
+        """Leave the mode, which has ended; the client stays until the final state has been fetched."""
         if self._arriving is not None:
             self._arriving.stop()
 
 
 def _state_of(flat: torch.Tensor) -> tuple[int, int]:
-    """Of a buffer in host memory, what tells that it was changed: its version and the sum of its bits.
+    """Return what changes when a buffer in host memory is written to: its version and the sum of its bits.
 
-    The version alone does not tell of changes through `param.grad.data` or NumPy.
+    The version alone does not reflect changes through `param.grad.data` or NumPy.
     """
     content = flat.view(torch.uint8).numpy()
     end = content.size // 8 * 8
@@ -399,6 +399,6 @@ def _state_of(flat: torch.Tensor) -> tuple[int, int]:
 
 
 def _damped(notes: Sequence[dict[str, Any]], rank: int) -> float:
-    """The part of this rank's latest gradient that damping took away, from the servers' notes."""
+    """Return the fraction of this rank's latest gradient that damping removed, from the servers' notes."""
     found = [note["damped"][note["ranks"].index(rank)] for note in notes if rank in note["ranks"]]
     return float(found[-1]) if found else 0.0

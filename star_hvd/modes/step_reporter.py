@@ -1,4 +1,4 @@
-"""Reports of one optimizer's steps on this rank: to the coordinator, to the run log, and its counters."""
+"""Report one optimizer's steps on this rank to the coordinator and the run log, and count them."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = ["Send", "StepLog", "StepReporter"]
 logger = logging.getLogger("star_hvd")
 
 _NO_TIMES = StepTimes(0.0)
-_FIRST_ARRIVALS = 8  # All of which are reported at once.
-_LATEST = 8  # Updates that a mean for the log is of.
-_SMOOTHING = 0.2  # Weight of the newest step in what is usual for this rank.
+_FIRST_ARRIVALS = 8  # All of these are reported at once.
+_LATEST = 8  # Number of updates in a mean for the log.
+_SMOOTHING = 0.2  # Weight of the newest step in this rank's usual compute time.
 
 
 class Send(Protocol):
-    """Sends a control message; one that is not urgent may wait for others."""
+    """Sends a control message; one that is not urgent may be held back and sent with others."""
 
     def __call__(self, message: messages.Message, *, urgent: bool = True) -> None: ...
 
 
 class StepLog(Protocol):
-    """Takes what goes into the run log; never blocks."""
+    """Takes entries for the run log; never blocks."""
 
     def step(self, report: StepReport) -> None: ...
 
@@ -52,27 +52,27 @@ class StepLog(Protocol):
 
 
 class StepReporter:
-    """One optimizer's messages about its own steps; it is the engine's listener, called under the engine's lock.
+    """Sends one optimizer's messages about its own steps; it is the engine's listener, called under the engine's lock.
 
     Args:
         number: Number of the optimizer, equal on all ranks.
         send: Sends a control message to the coordinator.
-        switched: Notes the plan that came into force, under the engine's lock.
+        switched: Called with a plan that came into force, under the engine's lock.
 
     Attributes:
-        log: Its run log, None before there is one.
+        log: The optimizer's run log, None before there is one.
         timeline: One entry per step on the rank that leads it: step, time_s, members, mode, folds, weight.
         mismatches: Steps after which the ranks' parameters differed.
-        steps_logged: Steps of this rank's own that went into the run log, or would have if there were one.
-        immediately: Some rank waits for steps to end: messages are not held back.
-        batch: Samples per batch of the loader that feeds the training, 0 before it has given one.
-        reference_samples: Samples that count as weight 1, 0 likewise.
+        steps_logged: This rank's own steps that went into the run log, or would have if there were one.
+        immediately: Whether some rank waits for steps to end, so that messages are not held back.
+        batch: Samples per batch of the loader that feeds the training, 0 before its first batch.
+        reference_samples: Samples that count as weight 1, likewise 0 before.
         times: This rank's own work in its latest step.
-        own_part: Part of a usual batch that this rank has computed for its step; its times are reported as those of a
+        own_part: Fraction of a usual batch that this rank has computed for its step; reported times are scaled to a
             whole one.
         wait_s: How long it then waited for the others.
-        on_header: Is called with every header of a reduced step, under the engine's lock.
-        timing: The work of the step that arrives is still being timed: its message waits for that.
+        on_header: Called with every header of a reduced step, under the engine's lock.
+        timing: Whether the work of the arriving step is still being timed; its message waits for that.
     """
 
     engine: StepEngine
@@ -87,7 +87,7 @@ class StepReporter:
         self.batch = 0
         self.reference_samples = 0.0
         self._loader = -1
-        self._samples = 0  # Since the last step of this rank's own.
+        self._samples = 0  # Since this rank's last own step.
         self.times = _NO_TIMES
         self.wait_s = 0.0
         self.own_part = 1.0
@@ -105,11 +105,11 @@ class StepReporter:
         self.engine, self._previous = engine, engine.plan
 
     def begin_timing(self) -> None:
-        """The compute time of this rank's step is not known yet."""
+        """Note that the compute time of this rank's step is not known yet."""
         self.timing, self._unsent = True, None
 
     def end_timing(self, times: StepTimes) -> None:
-        """It is known: send the message that waited for it."""
+        """Record the compute time, and send the message that waited for it."""
         if self.own_part != 1.0:
             times = StepTimes(**{name: value / self.own_part for name, value in dataclasses.asdict(times).items()})
         self.times, self.timing = times, False
@@ -118,14 +118,14 @@ class StepReporter:
             unsent()
 
     def note_samples(self, loader: int, samples: int, batch: int, reference_samples: float) -> None:
-        """A loader hands out a batch. The first one to do so feeds the training; others may be for evaluation."""
+        """Count a loader's batch. The first loader to give one feeds the training, others may be for evaluation."""
         if self._loader < 0:
             self._loader, self.batch, self.reference_samples = loader, batch, reference_samples
         if loader == self._loader:
             self._samples += samples
 
     def note_step(self, info: StepInfo) -> None:
-        """A step of the active mode has ended."""
+        """Report a step of the active mode, which has ended."""
         loss, self.engine.loss = self.engine.loss, math.nan
         self.wait_s = info.comm_s
         self.log_step(info.version, loss, info.comm_s, late=info.staleness > 0)
@@ -135,7 +135,7 @@ class StepReporter:
         )
 
     def note_updates(self, notes: Sequence[Any]) -> None:
-        """The servers' notes of their updates."""
+        """Record the servers' notes on their updates in the timeline."""
         if self.engine.rank != 0:
             return
         for note in notes:
@@ -151,9 +151,9 @@ class StepReporter:
             )
 
     def update_samples(self, mode: str) -> float:
-        """Samples behind an update, mean of the latest ones; NaN where `mode` has none yet that this rank leads."""
+        """Return the mean samples behind the latest updates, NaN if this rank led none in `mode` yet."""
         weights = []
-        with contextlib.suppress(IndexError):  # The deque grows meanwhile: it may be indexed, not iterated over.
+        with contextlib.suppress(IndexError):  # The deque may grow meanwhile, which permits indexing but no iteration.
             for back in range(1, _LATEST + 1):
                 entry = self.timeline[-back]
                 if entry["mode"] != mode:
@@ -163,7 +163,7 @@ class StepReporter:
         return self.reference_samples * sum(weights) / len(weights) if known else math.nan
 
     def log_step(self, step: int, loss: float, wait_s: float, *, late: bool) -> None:
-        """Write a step of this rank's own to the run log."""
+        """Write one of this rank's own steps to the run log."""
         samples, self._samples = self._samples, 0
         self.steps_logged += 1
         if self.log is None:
@@ -206,7 +206,7 @@ class StepReporter:
         return self.engine.plan.may_close or self.immediately
 
     def _is_urgent(self, compute_s: float) -> bool:
-        """Whether to report an arrival in `sync` at once: of a rank that is slow suddenly, or one of the first."""
+        """Whether to report an arrival in `sync` at once: this rank is suddenly slow, or it is one of the first."""
         usual_s, self._arrivals = self._usual_s, self._arrivals + 1
         self._usual_s = compute_s if self._arrivals == 1 else usual_s + _SMOOTHING * (compute_s - usual_s)
         return self._arrivals <= _FIRST_ARRIVALS or compute_s > slow_limit_s(usual_s)
@@ -247,7 +247,7 @@ class StepReporter:
                 mean_sqr,
                 header.folds,
             ),
-            urgent=False,  # No step closes by it: it goes with the next arrival.
+            urgent=False,  # No step closes on it, so it goes with the next arrival.
         )
 
     def on_switch(self, step: int, plan: Plan) -> None:
@@ -267,7 +267,7 @@ class StepReporter:
             )
 
     def stats(self) -> dict[str, float]:
-        """This rank's counters, and the steps that have ended here."""
+        """Return this rank's counters and the number of steps that have ended here."""
         with self.engine.lock:
             values: dict[str, float] = dataclasses.asdict(self.engine.counters)
             values["steps"] = self.engine.step

@@ -1,9 +1,9 @@
-"""A rank outside the subgroup: sends its gradient to a member, its parent, and gets current parameters back.
+"""A rank outside the subgroup: it sends its gradient to a member, its parent, and gets current parameters back.
 
-The members never wait for it. The parent folds the gradient into its own next submission, as late as it is.
+The members never wait for it. The parent folds the gradient into its own next submission, however late it is.
 
-In the background (`Plan.in_background`) the rank does not wait for its parent either: `LateSender` sends, and
-parameters are taken over at the end of the first step by which they are there. Gradients made meanwhile are added up.
+In the background (`Plan.in_background`) the rank does not wait for its parent either: `LateSender` sends, and the
+parameters are loaded at the end of the first step by which they have arrived. Gradients computed meanwhile are summed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ __all__ = ["ChildSteps", "Parent"]
 
 logger = logging.getLogger("star_hvd")
 
-_PATIENCE_S = 1.0  # For a parent's newest parameters; a step of the members is usually far shorter.
-_MEETING_PATIENCE_S = 10.0  # Where all ranks meet the parent soon has what is newest.
-_SHORT_PATIENCE_S = 0.02  # As long as the parent is known to be elsewhere.
+_PATIENCE_S = 1.0  # Wait for a parent's newest parameters; a step of the members is usually far shorter.
+_MEETING_PATIENCE_S = 10.0  # Where all ranks meet; there the parent soon has the newest step.
+_SHORT_PATIENCE_S = 0.02  # After the parent has not answered in time, until it does.
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Parent:
 
     Attributes:
         link: The connection.
-        state_too: Whether the optimizer's state is wanted, else the parameters alone.
-        awaited: Whether all ranks wait for this one.
+        state_too: Whether to include the optimizer's state besides the parameters.
+        awaited: Whether all ranks wait for this rank.
     """
 
     link: ParentLink
@@ -52,17 +52,17 @@ class Parent:
 
 
 class ChildSteps:
-    """See the module's text.
+    """Steps of a child; see the module docstring.
 
     Args:
-        engine: This rank's engine; it reduces nothing meanwhile.
-        plan: The plan, which may be in force no more.
+        engine: This rank's engine, which reduces nothing meanwhile.
+        plan: The plan, which may no longer be in force.
         link: Connection to the parent.
         ranks: The other ranks, for a state that the parent does not have.
         deadline_s: Longest wait for the parent.
         state_deadline_s: Longest wait for the optimizer's state.
         on_step: Called with every step.
-        background: Whether a thread sends the gradients.
+        background: Whether a separate thread sends the gradients.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class ChildSteps:
         self._state_deadline_s = state_deadline_s
         self._on_step = on_step
         self._answered = True
-        self._loaded: list[int] = []  # Versions of the parameters as the parent's newest were written to them.
+        self._loaded: list[int] = []  # The parameters' tensor versions when the parent's newest were written to them.
         name = f"star-late-{engine.rank}"
         self._sender = LateSender(link, name, self._newest, engine.streams.own) if background else None
 
@@ -96,9 +96,9 @@ class ChildSteps:
 
     @property
     def holds_step(self) -> bool:
-        """Whether the parameters are the members' behind step `engine.step`, so that this number tells who is behind.
+        """Whether the parameters are the members' after step `engine.step`, so that this number shows who is behind.
 
-        Not where the program has written to them since, as in `broadcast_parameters`.
+        False if the program has written to them since, as in `broadcast_parameters`.
         """
         return not self.over and self._loaded == self._versions()
 
@@ -106,13 +106,13 @@ class ChildSteps:
         return [param._version for bucket in self._engine.applier.buckets for param in bucket.params]
 
     def give(self, bucket: Bucket) -> None:
-        """A gradient is whole."""
+        """Count a complete gradient."""
         self._engine.outside_gradient(bucket.index)
 
     def step(self, *, skip: bool) -> Any:
-        """Send this rank's gradient to the parent and take the parameters of the step that contains it.
+        """Send this rank's gradient to the parent and load the parameters of the step that contains it.
 
-        If a rank is late: this one always is; the members do not wait for it.
+        This rank is always late, and the members do not wait for it.
         """
         engine = self._engine
         engine.own_steps += 1
@@ -129,7 +129,7 @@ class ChildSteps:
             return None
         engine.streams.await_host(self._deadline_s)
         engine.counters.late += 1
-        # The parent counts it as produced there, and what becomes of it.
+        # The parent counts it as produced on its side, and counts its outcome.
         engine.counters.produced_weight -= sum(float(flat[-1]) for flat in flats) / len(flats)
         if self._sender is not None:
             self._sender.add(flats, version)
@@ -137,15 +137,15 @@ class ChildSteps:
             return None
         began_s = time.monotonic()
         contained = self._link.push(flats, version)
-        # A parent that is elsewhere must not hold this rank up: it goes on with the parameters it has.
+        # A parent that is elsewhere must not hold up this rank, which then continues with its present parameters.
         self._receive(contained, _PATIENCE_S if self._answered else _SHORT_PATIENCE_S)
-        # Of this plan, though the next may be in force by now: under that the step that was to contain it may be none.
+        # Reported under this plan though the next may be in force, under which the containing step may not exist.
         staleness, plan_id = max(0, contained - 1 - version), self.plan.plan_id
         self._on_step(StepInfo(contained, staleness, time.monotonic() - began_s, plan_id))
         return None
 
     def _take_news(self, sender: LateSender) -> None:
-        """What the parent has taken and sent meanwhile."""
+        """Report what the parent has taken meanwhile, and load what it has sent."""
         sent, snapshot = sender.news()
         for each in sent:
             staleness = max(0, each.contained - 1 - each.version)
@@ -153,7 +153,7 @@ class ChildSteps:
         self._load(snapshot)
 
     def _flush(self) -> None:
-        """Nothing is on its way any more: the link is this thread's."""
+        """Wait until nothing is in transit; then this thread may use the link."""
         if self._sender is not None:
             self._sender.flush(self._deadline_s)
             self._take_news(self._sender)
@@ -181,15 +181,15 @@ class ChildSteps:
         return not self.over
 
     def catch_up(self) -> None:
-        """Get the parent's parameters, at the end of an epoch for example."""
+        """Get the parent's parameters, e.g. at the end of an epoch."""
         if not self.over:
             self._flush()
             self._receive(self._engine.step, _MEETING_PATIENCE_S, awaited=True)
 
     def refresh_state(self) -> None:
-        """The optimizer's state is the members'; a checkpoint of this rank needs theirs.
+        """Fetch the optimizer's state, which only the members have, for a checkpoint of this rank.
 
-        The parent may be in a barrier of the user's, behind itself: then any rank that has it gives it.
+        The parent may be behind, in a barrier of the user's: then any rank that has the state provides it.
         """
         if not self.over:
             self._flush()
@@ -200,22 +200,22 @@ class ChildSteps:
                 self._engine.adopt_state(snapshot)
 
     def set_inactive(self, inactive: bool) -> None:
-        """The members never wait for a child."""
+        """Does nothing: the members never wait for a child."""
 
     def confirm_inactive(self) -> None:
-        """The members never wait for a child."""
+        """Does nothing: the members never wait for a child."""
 
     def wake(self) -> None:
-        """Waits here look for the end of the mode themselves."""
+        """Does nothing: waits here check for the end of the mode themselves."""
 
     def drain(self) -> None:
-        """No other rank waits for this one here."""
+        """Does nothing: no other rank waits for this one here."""
 
     def shutdown(self) -> None:
-        """No other rank waits for this one here."""
+        """Does nothing: no other rank waits for this one here."""
 
     def exit(self) -> None:
-        """The mode has ended: what was not sent is this rank's own late gradient."""
+        """Leave the mode, which has ended; what was not sent becomes this rank's own late gradient."""
         if self._sender is not None:
             unsent = self._sender.close(self._state_deadline_s)
             if unsent is not None and self._engine.failure is None:
@@ -228,7 +228,7 @@ class ChildSteps:
             self._link.close()
 
     def _count_unanswered(self, push: Sum | None) -> None:
-        """A push that failed: the parent counts it where it has it, and so its gradients count as dropped here."""
+        """Count the gradients of a failed push as dropped; if the parent did get it, the parent counts it too."""
         if push is not None:
             counters = self._engine.counters
             counters.produced_weight += push.weight

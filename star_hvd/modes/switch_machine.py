@@ -1,8 +1,8 @@
 """The state machine of a rank's switches from plan to plan: events in, instructions out.
 
-Pure: it starts no thread, takes no lock, waits for nothing and knows neither engine nor servers. `ModeSwitcher`
-(`mode_switcher.py`) feeds it events, one at a time, and carries out what it returns. What may happen is in the table
-of `switch_protocol.py`; here is what decides among the possibilities of a row.
+It is pure: it starts no thread, takes no lock, waits for nothing and knows neither engine nor servers. `ModeSwitcher`
+(`mode_switcher.py`) feeds it events, one at a time, and carries out what it returns. The table in `switch_protocol.py`
+lists what may happen; this module chooses among the possibilities of a row.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from star_hvd.modes.switch_protocol import (
 __all__ = ["SwitchMachine"]
 
 _SERVED = ("ps", "grouped")
-_KEPT_PLANS = 8  # Plans behind the newest whose records are kept after their end; servers may still name them.
+_KEPT_PLANS = 8  # Records of this many plans before the newest are kept after they end; servers may still name them.
 
 S = PlanState
 
@@ -74,20 +74,20 @@ class _Record:
     plan: Plan
     state: PlanState = S.UNKNOWN
     session: int = -1
-    step: int = -1  # At which it begins, once it is announced.
-    following: bool = False  # The engine was asked to take it up.
+    step: int = -1  # At which it begins, once announced.
+    following: bool = False  # Whether the engine was asked to adopt it.
     ended: EndedServers | None = None  # Servers whose last state it begins with.
-    seeded: bool = False  # Servers here have the state they begin with, or get it.
-    opened: bool = False  # What makes its steps exists.
-    entering: bool = False  # The training thread is about to use it.
+    seeded: bool = False  # Whether servers here have the state they start with, or will get it.
+    opened: bool = False  # Whether the object that makes its steps exists.
+    entering: bool = False  # Whether the training thread is about to use that.
 
 
 class SwitchMachine:
-    """See the module's text.
+    """Decides what a rank does at each event of a switch; see the module docstring.
 
     Args:
         rank: This rank.
-        plan: The plan in force at the beginning, one of `all_ranks` without a mode of its own.
+        plan: The plan in force at the start, of family `all_ranks` and without a mode of its own.
     """
 
     def __init__(self, rank: int, plan: Plan) -> None:
@@ -113,38 +113,41 @@ class SwitchMachine:
 
     @property
     def ended_servers(self) -> EndedServers | None:
-        """The servers with whose last state the plan in force begins."""
+        """The servers whose last state the plan in force begins with."""
         return self._current.ended
 
     @property
     def needs_state(self) -> bool:
-        """Whether the training thread, at the end of its step, must have the state of the step the others are at."""
+        """Whether the training thread, at the end of its step, needs the state of the step the others are at."""
         if self._active() is not None or self.must_drain:
             return False
         return self._takes_part(self.in_force) or self._brings_state(self._current)
 
     @property
     def must_drain(self) -> bool:
-        """Whether other ranks may wait for this one in a mode that was passed. They do not come to the plan in force
-        before that has ended, so until then the training thread may not wait for them there."""
+        """Whether other ranks may wait for this one in a mode that was skipped.
+
+        They reach the plan in force only after that mode has ended, so until then the training thread must not wait for
+        them there.
+        """
         return bool(self._in(S.UNDRAINED)) and self._active() is None
 
     @property
     def at_rest(self) -> bool:
-        """Whether the end of a step changes nothing, unless the active mode is over: the usual case, in every step."""
+        """Whether the end of a step changes nothing unless the active mode is over; the usual case."""
         return self._current.state is S.ENTERED and not self._in(S.ENDED, S.UNDRAINED, S.WAITING)
 
     def state(self, plan_id: int) -> PlanState:
-        """How far a plan has come."""
+        """Return how far a plan has come."""
         record = self._records.get(plan_id)
         return S.UNKNOWN if record is None else record.state
 
     def states(self) -> dict[int, PlanState]:
-        """All plans that are remembered, by id."""
+        """Return the states of all remembered plans by id."""
         return {plan_id: record.state for plan_id, record in sorted(self._records.items())}
 
     def plan(self, plan_id: int) -> Plan | None:
-        """A plan that was ready here."""
+        """Return a plan that was ready here, None if there is none of this id."""
         never = (S.UNKNOWN, S.QUEUED, S.WAITING, S.PREPARING, S.ABANDONED)
         record = self._records.get(plan_id)
         return None if record is None or record.state in never else record.plan
@@ -156,10 +159,10 @@ class SwitchMachine:
     # ---- events ----------------------------------------------------------------------------------------------------
 
     def handle(self, event: Event) -> list[Instruction]:
-        """Take an event in.
+        """Process an event.
 
         Returns:
-            What is to be done, in this order.
+            The instructions to carry out, in this order.
         """
         if isinstance(event, (ThreadInactive, ThreadActive)):
             self._inactive = isinstance(event, ThreadInactive)
@@ -171,14 +174,14 @@ class SwitchMachine:
         return found
 
     def _concerned(self, event: Event) -> Iterator[_Record]:
-        """The records an event is about; those of a session by the record that has it open now."""
+        """Return the records an event is about; for a session, the record under which it is open now."""
         if isinstance(event, (PlanOffered, PlanInForce)):
             yield self._record(event.plan)
         elif isinstance(event, (ModeOpened, ModeDrained)):
             live = [each for each in self._in(*LIVE) if each.session == event.session]
             yield from live[-1:]
         elif isinstance(event, (StepEnded, ThreadInactive, ThreadActive)):
-            yield from self._in(S.ENDED)  # Left first: what was passed is drained afterwards.
+            yield from self._in(S.ENDED)  # First leave ended modes; skipped ones are drained afterwards.
             yield from self._in(S.IN_FORCE, S.ENTERED, S.UNDRAINED)
         elif isinstance(event, StateChecked):
             yield self._current
@@ -204,7 +207,7 @@ class SwitchMachine:
         return [each for record in self._in(*states) for each in self._apply(record, event)]
 
     def _in(self, *states: PlanState) -> list[_Record]:
-        """Records in one of these states, by plan id."""
+        """Return the records in one of these states, by plan id."""
         return [record for _, record in sorted(self._records.items()) if record.state in states]
 
     # ---- getting ready ---------------------------------------------------------------------------------------------
@@ -217,8 +220,10 @@ class SwitchMachine:
         return [QueuePreparation(record.plan.plan_id)]
 
     def _preparation_begins(self, record: _Record, event: Event) -> list[Instruction]:
-        """No rank may be more than one mode of servers behind: connections to the servers that ended last are kept for
-        a training thread that was busy meanwhile, those to earlier ones are not."""
+        """Prepare, unless this rank would then be more than one mode of servers behind.
+
+        For a busy training thread only the connections to the servers that ended last are kept.
+        """
         plan = record.plan
         own_servers = plan.family in _SERVED and not plan.family == self.in_force.family == "ps"
         if own_servers and self._outdated():
@@ -252,9 +257,11 @@ class SwitchMachine:
     # ---- coming into force -----------------------------------------------------------------------------------------
 
     def _activated(self, record: _Record, event: Event) -> list[Instruction]:
-        """A rank that takes part in reductions has agreed to the plan, but may not have read so yet, while others are
-        a moment ahead. To follow the announcement would void a state that it has and that others, who begin with it,
-        wait for."""
+        """Follow an announced plan, unless this rank takes part in reductions and thus adopts the plan in band.
+
+        It may not have read that yet while others are a moment ahead. Following would void a state that this rank has
+        and that other ranks wait to begin with.
+        """
         assert isinstance(event, PlanActivated)
         if event.plan_id <= self.in_force.plan_id:
             return []
@@ -279,7 +286,7 @@ class SwitchMachine:
         if self.in_force.family in _SERVED:
             record.ended = EndedServers(self.in_force, record.step)
             if self.rank in record.plan.servers:
-                # From servers to servers: the training thread may be in a collective of the user's for long.
+                # From servers to servers: the training thread may be in a user's collective for long.
                 record.seeded = True
                 found.append(SeedFromServers(record.plan, record.ended))
         return found
@@ -313,11 +320,11 @@ class SwitchMachine:
         return []
 
     def _may_be_awaited(self, record: _Record) -> bool:
-        """Whether other ranks may wait for this one in a mode that its training thread has not entered."""
+        """Whether other ranks may wait for this one in a mode its training thread has not entered."""
         return record.opened or record.entering or record.plan.family == "grouped"
 
     def _serve(self, record: _Record, event: Event) -> list[Instruction]:
-        """Members of a group wait for this rank until their leader learns of the mode's end."""
+        """Open the mode for a group, whose members wait for this rank until their leader learns of the mode's end."""
         found: list[Instruction] = []
         if record.state is S.IN_FORCE and record.plan.family == "grouped":
             found += self._open(record)
@@ -326,7 +333,7 @@ class SwitchMachine:
     # ---- the training thread ---------------------------------------------------------------------------------------
 
     def _presence(self, record: _Record, event: Event) -> list[Instruction]:
-        """While the training thread is inactive other ranks may not wait for it."""
+        """Announce the training thread's presence: while it is inactive other ranks must not wait for it."""
         if record.plan.family not in _SERVED:
             return []
         due = isinstance(event, ServingDue) or (isinstance(event, ThreadInactive) and record.state is S.IN_FORCE)
@@ -367,7 +374,7 @@ class SwitchMachine:
             record.state = S.IN_FORCE if event.behind else S.ENTERED
             return []
         if event.behind and (plan.mode == "local" or self._brings_state(record)):
-            return []  # While behind, its gradients are late; it comes here again.
+            return []  # While behind, its gradients are late; a later step gets here again.
         found: list[Instruction] = []
         if self.rank in plan.servers and self._brings_state(record):
             record.seeded = True
@@ -384,22 +391,22 @@ class SwitchMachine:
     # ---- inside ----------------------------------------------------------------------------------------------------
 
     def _takes_part(self, plan: Plan) -> bool:
-        """Whether this rank reduces together with others under a plan."""
+        """Whether this rank reduces together with other ranks under a plan."""
         return plan.family == "all_ranks" or self.rank in plan.members
 
     def _has_mode(self, plan: Plan) -> bool:
-        """Whether something else than the reduction of gradients makes this rank's steps under a plan."""
+        """Whether something other than the reduction of gradients makes this rank's steps under a plan."""
         return plan.mode == "local" or not self._takes_part(plan)
 
     def _brings_state(self, record: _Record) -> bool:
-        """Whether other ranks wait for the state that this rank's training thread has."""
+        """Whether other ranks wait for a state that this rank's training thread has."""
         return self.rank in record.plan.sources and not record.seeded
 
     def _active(self) -> _Record | None:
-        """The plan in whose mode the training thread is."""
+        """Return the plan in whose mode the training thread is."""
         found = [each for each in self._in(S.ENTERED, S.ENDED) if self._has_mode(each.plan)]
         return found[0] if found else None
 
     def _outdated(self) -> bool:
-        """Whether the training thread has yet to leave a mode of its own that is not in force any more."""
+        """Whether the training thread has yet to leave a mode of its own that is no longer in force."""
         return any(each.state is S.UNDRAINED or each.plan.mode != "local" for each in self._in(S.ENDED, S.UNDRAINED))

@@ -3,8 +3,8 @@
 `SwitchMachine` (`switch_machine.py`) carries the table out and is checked against it at every step;
 `docs/protocols.md` prints it (`scripts/protocol_tables.py`).
 
-There is one state per plan. Two plans share a *session* if the second continues the mode that began with the first:
-servers that only change their rule, local steps with another interval. A session has the number of the plan that began
+Every plan has one state. Two plans share a *session* if the second continues the mode that started with the first:
+servers that only change their rule, local steps with another interval. A session has the id of the plan that started
 it, and at most one object that makes its steps.
 """
 
@@ -71,7 +71,7 @@ __all__ = [
 
 
 class PlanState(enum.Enum):
-    """How far a plan has come on this rank; the value says it in words."""
+    """How far a plan has come on this rank, as described by the value."""
 
     UNKNOWN = "never offered here"
     QUEUED = "waits for the thread that prepares"
@@ -103,14 +103,14 @@ class PlanOffered:
 
 @dataclass(frozen=True, slots=True)
 class PreparationBegins:
-    """The thread that prepares has come to this plan."""
+    """The preparer's thread has reached this plan."""
 
     plan_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class PlanPrepared:
-    """Process sets, servers and connections are there. `session` is the one that serves the plan, if it is served."""
+    """Process sets, servers and connections are ready. `session` is the one that serves the plan, if any does."""
 
     plan_id: int
     session: int | None = None
@@ -133,7 +133,7 @@ class PlanCommitted:
 
 @dataclass(frozen=True, slots=True)
 class PlanAbandoned:
-    """The coordinator gives the plan up."""
+    """The coordinator abandons the plan."""
 
     plan_id: int
 
@@ -148,35 +148,35 @@ class PlanActivated:
 
 @dataclass(frozen=True, slots=True)
 class PlanInForce:
-    """This rank's engine has taken the plan up: agreed in band, followed, or a changed rule of the same servers."""
+    """This rank's engine has adopted the plan: agreed in band, followed, or a changed rule of the same servers."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class ServingDue:
-    """The thread that prepares looks after a served plan that came into force."""
+    """The preparer's thread handles a served plan that came into force."""
 
     plan_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepEnded:
-    """The training thread has made a step. `mode_over`: the steps of its mode have nothing more to do."""
+    """The training thread has made a step. `mode_over`: the steps of its mode have nothing left to do."""
 
     mode_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StateChecked:
-    """The training thread may enter a mode. `behind`: it lacks the state of the step at which the others are."""
+    """The training thread may enter a mode. `behind`: it lacks the state of the step the others are at."""
 
     behind: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ModeOpened:
-    """What makes the steps of a session exists, for the training thread to use."""
+    """The object that makes a session's steps exists, for the training thread to use."""
 
     session: int
     behind: bool
@@ -196,7 +196,7 @@ class ThreadInactive:
 
 @dataclass(frozen=True, slots=True)
 class ThreadActive:
-    """It does again."""
+    """The training thread delivers gradients again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class Superseded:
 
 @dataclass(frozen=True, slots=True)
 class FollowDue:
-    """Internal: this is the oldest plan that is in force elsewhere and that no agreement in band will bring here."""
+    """Internal: this is the oldest plan that is in force elsewhere and will not be agreed on here in band."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +228,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class QueuePreparation:
-    """Let the thread that prepares come to this plan: `PreparationBegins`."""
+    """Have the preparer's thread reach this plan: `PreparationBegins`."""
 
     plan_id: int
 
@@ -242,14 +242,14 @@ class Prepare:
 
 @dataclass(frozen=True, slots=True)
 class ReportPrepared:
-    """Report it to the coordinator."""
+    """Report that the plan is prepared to the coordinator."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class ReportRefused:
-    """Report it. `unsupported`: for good, since within `all_ranks` nothing but the program forbids a plan."""
+    """Report the refusal. `unsupported`: permanent, since within `all_ranks` only the program can forbid a plan."""
 
     plan: Plan
     reason: str
@@ -258,7 +258,7 @@ class ReportRefused:
 
 @dataclass(frozen=True, slots=True)
 class RaiseFlag:
-    """Raise the plan's flag in the headers of the next steps. `offered`: a refusal is `PlanRefused`."""
+    """Raise the plan's flag in the headers of the next steps. `offered`: a refusal becomes `PlanRefused`."""
 
     plan: Plan
     offered: bool
@@ -266,21 +266,21 @@ class RaiseFlag:
 
 @dataclass(frozen=True, slots=True)
 class LowerFlag:
-    """Lower it."""
+    """Lower the plan's flag."""
 
     plan_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Plans up to this one need not be prepared any more: whatever waits for their sets or servers stops."""
+    """Stop waiting for the sets or servers of plans up to this one, which need not be prepared any more."""
 
     plan_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class EndServers:
-    """Let servers that run here go on to `plan`: by their last update, or under a new rule."""
+    """Have servers that run here move to `plan`: by their last update, or under a new rule."""
 
     present: Plan
     plan: Plan
@@ -288,14 +288,14 @@ class EndServers:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The job cannot go on."""
+    """The job cannot continue."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class EndedServers:
-    """Where the state with which a plan begins lies: with the servers of `plan`, at `step`."""
+    """Where the state is with which a plan begins: at the servers of `plan`, at `step`."""
 
     plan: Plan
     step: int
@@ -303,7 +303,7 @@ class EndedServers:
 
 @dataclass(frozen=True, slots=True)
 class FollowPlan:
-    """The engine takes the plan up, from `step` on, with a state that is elsewhere: `PlanInForce`."""
+    """Have the engine adopt the plan, from `step` on, with a state that is elsewhere: `PlanInForce`."""
 
     plan: Plan
     step: int
@@ -311,7 +311,7 @@ class FollowPlan:
 
 @dataclass(frozen=True, slots=True)
 class SeedFromServers:
-    """Servers here begin with the state in which others have ended; the training thread is not asked. Waits."""
+    """Start servers here with the state in which others have ended, without the training thread. Waits."""
 
     plan: Plan
     ended: EndedServers
@@ -326,14 +326,14 @@ class BeginServers:
 
 @dataclass(frozen=True, slots=True)
 class QueueServing:
-    """Let the thread that prepares come to it: `ServingDue`."""
+    """Have the preparer's thread reach it: `ServingDue`."""
 
     plan_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenMode:
-    """Make what makes the steps of a session."""
+    """Create the object that makes a session's steps."""
 
     plan: Plan
     session: int
@@ -341,7 +341,7 @@ class OpenMode:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncePresence:
-    """Whether the other ranks of a session have to do without this one's training thread. Does not wait."""
+    """Tell the other ranks of a session whether to go on without this one's training thread. Does not wait."""
 
     session: int
     inactive: bool
@@ -349,7 +349,7 @@ class AnnouncePresence:
 
 @dataclass(frozen=True, slots=True)
 class AwaitPlan:
-    """The mode is over and the next plan not announced yet: wait for it, then `StepEnded` again."""
+    """The mode is over and the next plan is not announced yet: wait for it, then `StepEnded` again."""
 
     plan: Plan
     session: int
@@ -364,7 +364,7 @@ class ExitMode:
 
 @dataclass(frozen=True, slots=True)
 class DrainMode:
-    """Take part, with nothing, until no other rank waits for this one there, then `ModeDrained`. Waits."""
+    """Take part without gradients until no other rank waits for this one there, then `ModeDrained`. Waits."""
 
     plan: Plan
     session: int
@@ -372,14 +372,14 @@ class DrainMode:
 
 @dataclass(frozen=True, slots=True)
 class SeedServers:
-    """Servers here begin with the state that the training thread has."""
+    """Start servers here with the state that the training thread has."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class EnterMode:
-    """Make what makes the steps of a session if it is not there yet, then `ModeOpened`."""
+    """Create the object that makes a session's steps if it does not exist, then `ModeOpened`."""
 
     plan: Plan
     session: int
@@ -388,7 +388,7 @@ class EnterMode:
 
 @dataclass(frozen=True, slots=True)
 class UseMode:
-    """The training thread's steps are made there from now on. `elsewhere`: and its parameters come from there."""
+    """The training thread's steps are made there from now on. `elsewhere`: its parameters come from there too."""
 
     session: int
     elsewhere: bool
@@ -396,7 +396,7 @@ class UseMode:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Get the parameters to begin with: of the servers that have ended, or else from the ranks that go on. Waits."""
+    """Get the first parameters, from the servers that have ended or else from the ranks that continue. Waits."""
 
     session: int
     ended: EndedServers | None
@@ -524,7 +524,7 @@ NO_EFFECT: dict[type, tuple[PlanState, ...]] = {
     ThreadInactive: (*EARLY, *PAST),
     ThreadActive: (*EARLY, *PAST),
 }
-"""In which states an event changes nothing and asks for nothing. With `TRANSITIONS` every pair is defined once."""
+"""States in which an event changes nothing and asks for nothing. With `TRANSITIONS` every pair is defined once."""
 
 RULES = {(state, row.event): row for row in TRANSITIONS for state in row.states}
 """The row for a state and an event."""

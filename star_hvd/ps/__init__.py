@@ -12,15 +12,15 @@ How the parts are used, in order:
     client = Client(rank, engine, session, endpoints, layout, key); client.start()    # on every worker
     client.push(step=.., version=.., flats=.., weight=.., ...); reply = client.wait(deadline_s)
     primary.cut(engine, epoch)                                       # event `cut` with the final version
-    client.state(deadline_s)                                         # parameters and optimizer state, also after it
+    client.state(deadline_s)                                         # parameters, optimizer state; also after `cut`
 
-Pushes may come before the seed; they are queued. After a server's death (event `died`): `endpoint =
+Pushes that arrive before the seed are queued. After a server's death (event `died`): `endpoint =
 server.recover(deadline_s)`, then `client.replace(index, endpoint)` on every worker and `replace(index, endpoint)` on
 the other `ServerProcess`es; nothing is lost and nothing applied twice. `server.member(engine, rank, "lost")` reports to
 shard 0 that a worker died.
 
 Limits: servers do not clip to a norm over all parameters (`max_grad_norm`). After a server's death in an asynchronous
-mode a reply can hold chunks of neighbouring versions; its version is the least of them.
+mode a reply can hold chunks of neighbouring versions; its version is the lowest of them.
 
 The data channel authenticates and, by default, does not encrypt; see `auth`.
 """

@@ -1,8 +1,8 @@
-"""Gradients of micro-batches, accumulated until a step is whole.
+"""Accumulate the gradients of micro-batches until a step is complete.
 
-While a loader cuts the batches (`hvd.shard(..., microbatches=k)`), each backward pass gives the gradient g_m of one
-micro-batch. The buckets' own buffers take up sum(w_m g_m), and `param.grad` is None in between: clipping by hand and
-`zero_grad` find nothing to work on inside a step. Behind the last micro-batch of the step the buffers hold the mean
+With a loader that cuts batches (`hvd.shard(..., microbatches=k)`), each backward pass gives the gradient g_m of one
+micro-batch. The buckets' own buffers accumulate sum(w_m g_m), and `param.grad` is None in between, so that clipping by
+hand and `zero_grad` have no effect inside a step. After the last micro-batch of the step the buffers hold the mean
 sum(w_m g_m) / sum(w_m), which is reduced once with the weight sum(w_m).
 """
 
@@ -18,14 +18,14 @@ __all__ = ["Accumulation"]
 
 
 class Accumulation:
-    """The gradient of one optimizer's step, as far as it has come.
+    """The partially accumulated gradient of one optimizer's step.
 
     Args:
-        sparse_as_dense: Whether sparse gradients are made dense.
+        sparse_as_dense: Whether to convert sparse gradients to dense ones.
 
     Attributes:
-        weight: Sum of the weights of the micro-batches.
-        count: How many they are.
+        weight: Sum of the micro-batches' weights.
+        count: Number of micro-batches.
     """
 
     def __init__(self, sparse_as_dense: bool) -> None:
@@ -34,10 +34,10 @@ class Accumulation:
         self._latest: MicrobatchInHand | None = None
         self._filled: dict[torch.nn.Parameter, torch.Tensor] = {}  # Views into the buckets that hold a sum.
         self._held: dict[torch.nn.Parameter, torch.Tensor] = {}  # Views that hold the gradient of a whole batch.
-        self._taken: set[torch.nn.Parameter] = set()  # Parameters that have had the latest micro-batch.
+        self._taken: set[torch.nn.Parameter] = set()  # Parameters whose gradient of the latest micro-batch was added.
 
     def add(self, param: torch.nn.Parameter, bucket: Bucket, position: int, part: MicrobatchInHand) -> None:
-        """Take over the gradient that a backward pass has left in `param.grad`.
+        """Add the gradient that a backward pass has left in `param.grad`.
 
         Raises:
             StarError: It is sparse.
@@ -62,7 +62,7 @@ class Accumulation:
         with torch.no_grad():
             if param in self._filled:
                 view.add_(grad, alpha=weight)
-            else:  # Maybe the view itself, where it was zeroed and not let go of.
+            else:  # `grad` may be the view itself, if it was zeroed instead of set to None.
                 torch.mul(grad, weight, out=view)
                 self._filled[param] = view
         param.grad = None
@@ -70,11 +70,14 @@ class Accumulation:
     def hold(
         self, failed: MicrobatchInHand | None, given: dict[torch.nn.Parameter, torch.Tensor]
     ) -> frozenset[torch.nn.Parameter]:
-        """A backward pass ran out of memory and is repeated in parts; returns the parameters that need nothing of them.
+        """Keep the gradients of a backward pass that ran out of memory and is repeated in parts.
 
         Args:
-            failed: The micro-batch that it was of, None for a whole batch.
+            failed: The micro-batch of that pass, None for a whole batch.
             given: Parameters that have the gradient of the whole batch, with their views into the buckets.
+
+        Returns:
+            The parameters that need no gradient from the parts.
         """
         covered = frozenset(given)
         for param in given:  # Autograd would add to a buffer that is being reduced.
@@ -86,7 +89,7 @@ class Accumulation:
         return covered
 
     def finish(self) -> None:
-        """The step is whole: its mean is each parameter's gradient from here on."""
+        """Make the mean each parameter's gradient, since the step is complete."""
         for param, view in self._held.items():
             param.grad = view
         self._held.clear()
@@ -95,7 +98,7 @@ class Accumulation:
         self._filled.clear()
 
     def clear(self) -> None:
-        """Begin the next step."""
+        """Reset for the next step."""
         self.weight, self.count = 0.0, 0
         self._filled.clear()
         self._held.clear()

@@ -1,4 +1,4 @@
-"""Checks of `DistributedOptimizer`'s arguments; errors are worded as Horovod's."""
+"""Check `DistributedOptimizer`'s arguments; errors are worded like Horovod's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_predivide(op: Any) -> None:
 
 
 def check_accuracy(accuracy: Any) -> str:
-    """What `auto` may choose.
+    """Return the accuracy that `auto` has to keep.
 
     Raises:
         ValueError: Neither `exact` nor `bounded`.
@@ -40,14 +40,14 @@ def check_accuracy(accuracy: Any) -> str:
 
 
 def check_overlap(chosen: str | None, overlap: Any) -> bool | str:
-    """Whether steps overlap with the program: True, False, or `auto`.
+    """Return whether steps overlap with the program: True, False, or `auto`.
 
     Args:
-        chosen: By the environment, None where it says nothing.
+        chosen: The environment's setting, None if it has none.
         overlap: The argument.
 
     Raises:
-        ValueError: None of these.
+        ValueError: It is none of these.
     """
     if chosen is not None:
         overlap = {"1": True, "0": False}.get(chosen, chosen)
@@ -82,10 +82,10 @@ def check_numbers(passes: int, groups: Any, max_grad_norm: float | None) -> None
 
 
 def names_of(optimizer: torch.optim.Optimizer, named: Iterable[Any] | None) -> dict[torch.nn.Parameter, str]:
-    """The name of every parameter, as given or by its position in the groups.
+    """Return the name of every parameter, as given or by its position in the groups.
 
     Raises:
-        ValueError: Not pairs of name and parameter, equal names, or a parameter of the optimizer without one.
+        ValueError: An item is not a (name, parameter) pair, names repeat, or a parameter of the optimizer has none.
     """
     pairs = (
         list(named)

@@ -1,4 +1,4 @@
-"""Between autograd and the step engine: hooks that fill the buckets, and one step of the user's optimizer."""
+"""Connect autograd to the step engine: hooks that fill the buckets, and one step of the user's optimizer."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ Closure = Callable[[], Any]
 
 BY_HAND = "the program calls synchronize() itself"
 _WRITES = "the program changes parameters itself between steps, which a rank that is late could not repeat"
-_cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # Of this process; used by the training thread.
+_cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # All of this process; used by the training thread.
 
 _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
 
 
 def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> str | None:
-    """Why parameters on these devices can only be trained in `sync`, None where every mode is possible."""
+    """Return why parameters on these devices can only be trained in `sync`, None if every mode is possible."""
     kinds = {bucket.flat.device.type for bucket in buckets} - {"cpu"}
     if not kinds:
         return None
@@ -75,11 +75,11 @@ class BucketCore:
     Args:
         inner: The user's own optimizer, which shares its `__dict__` with the wrapped one.
         base: Its class.
-        wrapped: Weak reference to the wrapped one, which nothing here may keep alive.
+        wrapped: Weak reference to the wrapped optimizer, which nothing here may keep alive.
         passes: Backward passes per step.
         scale_by_ranks: Whether the reduction is `op=Sum`.
         fp16: Whether gradients are reduced as float16.
-        lossy: Whether they may be reduced in a lossy form where that makes steps faster (`Compression.auto`).
+        lossy: Whether gradients may be compressed with loss if that makes steps faster (`Compression.auto`).
         sparse_as_dense: Whether sparse gradients are made dense for the reduction.
         plan: The user's plan, None for `auto`.
         run: The runtime. None in an elastic job, where a new worker must not call collectives before
@@ -87,8 +87,8 @@ class BucketCore:
         config: Settings of this optimizer; those of channel and control are the runtime's.
         names: Name of every parameter.
         max_grad_norm: Norm to which the averaged gradient is clipped.
-        exact: Whether `auto` is to choose among the exact modes only.
-        overlap: Whether steps of `sync` go on while the program does; `auto` where that is to be found out.
+        exact: Whether `auto` may choose only exact modes.
+        overlap: Whether steps of `sync` overlap with the program; `auto` to find out whether that is faster.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class BucketCore:
         self._inner = inner
         self._wrapped = wrapped
         self._dropped = False
-        self.looks_at_every_gradient = ""  # What does, and so refuses to accumulate micro-batches.
+        self.looks_at_every_gradient = ""  # What needs every gradient, and thus refuses accumulated micro-batches.
         self.passes = passes
         self.requires_update: set[torch.nn.Parameter] = set()
         self._fp16 = fp16
@@ -130,12 +130,12 @@ class BucketCore:
         self._where: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
         self._unready: list[int] = []
         self._given: set[torch.nn.Parameter] = set()
-        self._giving = False  # A gradient is on its way into its bucket, or that to its reduction.
+        self._giving = False  # Whether a gradient is being put into its bucket, or the bucket submitted.
         self._hooks: list[Any] = []
         self._result: Result | None = None
         self._outcome = ""
         self._buckets: list[Bucket] = []
-        self.wire = LossyWire(self._buckets) if lossy else None  # Of the optimizer: it outlives a world.
+        self.wire = LossyWire(self._buckets) if lossy else None  # Belongs to the optimizer, so it outlives a world.
         self._names = names
         self._config = config
         self._attached: tuple[runtime.Runtime, StepDriver] | None = None
@@ -149,7 +149,7 @@ class BucketCore:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, which the user's step hooks get."""
+        """The wrapped optimizer, which is passed to the user's step hooks."""
         return self._wrapped() or self._inner
 
     @property
@@ -157,7 +157,7 @@ class BucketCore:
         """The runtime this optimizer is attached to.
 
         Raises:
-            StarError: It is not attached: an elastic job trains outside `hvd.elastic.run`.
+            StarError: It is not attached, since an elastic job trains outside `hvd.elastic.run`.
         """
         if self._attached is None:
             raise StarError(_DETACHED)
@@ -171,7 +171,7 @@ class BucketCore:
         return self._attached[1]
 
     def attached_to(self, run: runtime.Runtime | None) -> bool:
-        """Whether this optimizer works in `run`."""
+        """Whether this optimizer is attached to `run`."""
         return self._attached is not None and self._attached[0] is run
 
     def _attach(self, run: runtime.Runtime) -> StepDriver:
@@ -189,7 +189,7 @@ class BucketCore:
         collective = collective_of_all(driver, applier.streams, ordered=bool(self._overlap_asked))
         engine = self._new_engine(run, driver, initial, applier, collective)
         plan = self._plan
-        if plan is not None and plan.world_size != run.world_size:  # Elastic: keep the number that may be late.
+        if plan is not None and plan.world_size != run.world_size:  # Elastic: as many ranks may be late as before.
             late = plan.world_size - plan.quorum
             plan = plan.replace(world_size=run.world_size, quorum=max(1, run.world_size - late))
         run.attach(driver, engine, initial, plan, exact=self._exact)
@@ -200,9 +200,9 @@ class BucketCore:
         return driver
 
     def _connect(self, driver: StepDriver) -> None:
-        """Give the driver what it asks of the buckets."""
+        """Give the driver its access to the buckets."""
         self._timeline = driver.timeline
-        driver.gates = ForwardGates(lambda index: None)  # Who closes one sets what it waits for.
+        driver.gates = ForwardGates(lambda index: None)  # Whoever closes a gate sets `wait`.
         driver.begun = self._begun
         driver.mid_step = lambda: bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)
         driver.forget_parts = self._accumulation.clear
@@ -230,7 +230,7 @@ class BucketCore:
         )
 
     def _pin_to_what_works(self, driver: StepDriver, plan: Plan | None) -> None:
-        """Refuse the modes that this optimizer, or what it trains, does not allow."""
+        """Refuse the modes that this optimizer or its parameters do not allow."""
         if issubclass(self.base, torch.optim.LBFGS):
             self.looks_at_every_gradient = "LBFGS evaluates its closure several times per step"
             driver.pin(self.looks_at_every_gradient, equal_batches=True)
@@ -246,7 +246,7 @@ class BucketCore:
 
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         size = sum(param.numel() * param.element_size() for param in params)
-        by_bucket = bool(self._overlap_asked) or self._config.background is True  # What is waited for by itself.
+        by_bucket = bool(self._overlap_asked) or self._config.background is True  # Each is waited for separately.
         limits = limits_of(size, self._config.bucket_bytes, by_bucket=by_bucket)
         buckets = pack(params, limits, fp16=self._fp16, first_index=len(self._buckets))
         self._buckets.extend(buckets)
@@ -259,14 +259,14 @@ class BucketCore:
                 self._hooks.append(param.register_post_accumulate_grad_hook(self._on_gradient))
 
     def remove_hooks(self) -> None:
-        """Remove the hooks, for example before the parameters are wrapped again."""
+        """Remove the hooks, e.g. before the parameters are wrapped again."""
         self.finish_step()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def drop(self) -> None:
-        """Called by the garbage collector, in any thread, once the user has no reference to the optimizer."""
+        """Called by the garbage collector, in any thread, once the user holds no reference to the optimizer."""
         self._dropped = True  # The hooks cannot be removed here: a backward pass may be running them.
         note_dropped(self)
         if self._attached is not None:
@@ -280,12 +280,12 @@ class BucketCore:
                 param.grad = param.grad.clone()
 
     def finish_step(self) -> None:
-        """Wait for the end of an overlapped step."""
+        """Wait for an overlapped step to end."""
         if self._overlap is not None and self._overlap.pending:
             self._overlap.finish()
 
     def clear_gradients(self) -> bool:
-        """The user sets gradients to None. Whether this belongs to a step that is under way, which takes care of it."""
+        """The user sets gradients to None. Return whether an overlapped step in progress takes care of that."""
         return self._overlap is not None and self._overlap.clear_gradients()
 
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
@@ -315,13 +315,13 @@ class BucketCore:
             self._give(param)
 
     def _give(self, param: torch.nn.Parameter) -> None:
-        """Put a parameter's gradient, complete or missing, into its bucket."""
+        """Put a parameter's gradient, or zeros if it is missing, into its bucket."""
         if param in self._given:
             return
         if not self._given and self._writes and self._writes.found(self.driver.engine.replica.writes):
             self.driver.pin(_WRITES)
         self._end_synchronized()
-        self._giving = True  # It stays so where memory runs out on the way.
+        self._giving = True  # Stays True if memory runs out before the end.
         self._given.add(param)
         bucket, position = self._where[param]
         if self._sparse.is_sparse(param):
@@ -343,15 +343,15 @@ class BucketCore:
 
     @property
     def in_hand(self) -> MicrobatchInHand | None:
-        """The micro-batch that the training loop works on, None where its batches are whole."""
+        """The micro-batch that the training loop works on, None if its batches are whole."""
         return self._attached[0].in_hand if self._attached is not None else None
 
     @property
     def whole(self) -> bool:
-        """Whether this rank's gradient of the step is whole; inside a step of several micro-batches it is not.
+        """Whether this rank's gradient of the step is complete; False between a step's micro-batches.
 
         Raises:
-            ValueError: `backward_passes_per_step` is above 1: two counts of what a step is.
+            ValueError: `backward_passes_per_step` is above 1, which defines steps in another way.
         """
         part = self.in_hand
         if part is None:
@@ -364,7 +364,7 @@ class BucketCore:
         return part.is_last
 
     def _whole_only(self) -> str:
-        """Why a batch that ran out of memory cannot be repeated in parts, empty where it can."""
+        """Return why a batch that ran out of memory cannot be repeated in parts, empty if it can."""
         if self._giving:
             return "it was raised while a gradient was handed to its reduction"
         if self.passes != 1:
@@ -376,7 +376,7 @@ class BucketCore:
         return self.looks_at_every_gradient
 
     def _hold_gradients(self) -> frozenset[torch.nn.Parameter]:
-        """The batch in work is repeated in parts: what it has given stays."""
+        """Keep the gradients of the current batch, which is repeated in parts."""
         given = {param: bucket.views[at] for param, (bucket, at) in self._where.items() if param in self._given}
         return self._accumulation.hold(self.in_hand, given)
 
@@ -385,35 +385,35 @@ class BucketCore:
         """Whether backward has produced gradients that no `synchronize` has collected."""
         if self.in_hand is not None:
             return False
-        # Fast path: `zero_grad` asks in every step, and a look-up by parameter costs a call of its own.
+        # Fast path: `zero_grad` asks in every step, and a lookup per parameter would cost a call each.
         return bool(self._given) or any(passes < self.passes for passes in self._delay.values())
 
     @property
     def handles(self) -> dict[torch.nn.Parameter, Any]:
-        """Parameters whose gradients are being reduced, or are accumulated for a later pass."""
+        """Parameters whose gradients are being reduced, or accumulated for a later pass."""
         return {p: None for p, passes in self._delay.items() if passes < self.passes or p in self._given}
 
     def _begun(self) -> list[torch.nn.Parameter]:
-        """Parameters whose gradients are accumulated for a later pass."""
+        """Return the parameters whose gradients are accumulated for a later pass."""
         if self.passes == 1:  # Fast path: this runs in every step.
             return []
         return [param for param, left in self._delay.items() if 0 < left < self.passes]
 
     def set_passes(self, passes: int) -> None:
-        """Change the number of backward passes per step; gradients being reduced stay in the step."""
+        """Change the number of backward passes per step; gradients already being reduced stay in the step."""
         self.passes = passes
         self._delay = dict.fromkeys(self._delay, passes)
 
     @torch.inference_mode(False)
     def refresh_state(self) -> None:
-        """Fetch the job's optimizer state, for a checkpoint, where it is not on this rank."""
+        """Fetch the job's optimizer state, for a checkpoint, if it is not on this rank."""
         self.finish_step()
         running = runtime.current()  # None between two worlds of an elastic job: then the local state is used.
         if running is not None and self.attached_to(running) and not self._given:
             self.driver.refresh_state()
 
     def leave_remote_state(self) -> None:
-        """Before a state is loaded, on all ranks: leave a mode in which servers or other ranks have the state."""
+        """Before a state is loaded, on all ranks: leave a mode in which servers or other ranks hold the state."""
         running = runtime.current()
         if running is None or not self.attached_to(running):
             return
@@ -423,13 +423,13 @@ class BucketCore:
             self.driver.bring_state_home()
 
     def save_residuals(self, state: dict[str, Any]) -> None:
-        """Add to an optimizer's state what compression has left to send on this rank."""
+        """Add this rank's compression residuals (what is still to be sent) to an optimizer's state."""
         residuals = self.wire.state(self._indices()) if self.wire is not None else None
         if residuals is not None:
             state[STATE_KEY] = residuals
 
     def load_residuals(self, state: Mapping[str, Any]) -> None:
-        """Take over what `save_residuals` added on this rank."""
+        """Load what `save_residuals` added on this rank."""
         if self.wire is not None:
             self.wire.load(state.get(STATE_KEY), self._indices())
 
@@ -438,7 +438,7 @@ class BucketCore:
         return {param: i for i, param in enumerate(params)}
 
     def forget(self) -> None:
-        """Discard a step that was begun, on all ranks: submitted gradients are reduced and not applied."""
+        """Discard a partial step, on all ranks: submitted gradients are reduced but not applied."""
         alive = self._attached is not None and self.attached_to(runtime.current())
         if alive and self.driver.engine.failure is None:
             self.finish_step()
@@ -458,7 +458,7 @@ class BucketCore:
         self._giving = False
 
     def _end_synchronized(self) -> None:
-        """Count a step that was synchronized but never applied: the next gradient belongs to the next step."""
+        """Count a step that was synchronized but not applied, before a gradient of the next step is handled."""
         outcome, result = self._outcome, self._result
         self._outcome, self._result = "", None
         if outcome == "member" and result is not None and self.driver.engine.failure is None:
@@ -467,11 +467,11 @@ class BucketCore:
     def synchronize(self, *, manual: bool, whole: str | None = BY_HAND) -> None:
         """Submit missing gradients and wait; on return every gradient is the mean over the step's members.
 
-        If this rank is late: its gradient is kept for a later step and `apply` will bring the parameters up to date.
+        If this rank is late, its gradient is kept for a later step and `apply` will bring the parameters up to date.
 
         Args:
-            manual: The user calls this.
-            whole: Why the step may not overlap with the program; None where it may, and is not waited for then.
+            manual: Whether the user calls this.
+            whole: Why the step may not overlap with the program; None if it may, and then it is not waited for.
         """
         self.run.note_step()
         self.finish_step()
@@ -509,7 +509,7 @@ class BucketCore:
         return self._overlap.allowed(whole) and self.driver.engine.may_overlap()
 
     def apply(self, *, skip: bool = False) -> Any:
-        """Apply the step that `synchronize` ended, or catch up with those that ended without this rank.
+        """Apply the step that `synchronize` ended, or catch up with steps that ended without this rank.
 
         Args:
             skip: Count the step without changing parameters (a GradScaler found infinities, equally on all ranks).
@@ -538,13 +538,13 @@ class BucketCore:
         return value
 
     def _watch_program(self) -> None:
-        """Where a relaxed mode may come, what the program writes to parameters from here on is looked for."""
+        """If a relaxed mode is possible, watch for the program's own writes to parameters from here on."""
         engine, may_relax = self.driver.engine, not self._exact and (self._plan is None or self._plan.relaxed)
         if self._writes and may_relax and self.driver.active_mode is None and engine.agreement.pinned is None:
             self._writes.step_ended(engine.replica.writes)
 
     def step_with_closure(self, closure: Closure) -> Any:
-        """A step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""
+        """Make a step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""
 
         def reduced() -> Any:
             with torch.enable_grad():
@@ -565,7 +565,7 @@ class BucketCore:
         return bool(self._hooks) and not self._dropped and not self._where.keys().isdisjoint(params)
 
     def add_params(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Include parameters of a new group. Collective: all ranks add them after the same step."""
+        """Add the parameters of a new group. Collective: all ranks add them after the same step."""
         self.finish_step()
         raise_if_relaxed(self.driver.engine)
         if self._writes:
@@ -576,7 +576,7 @@ class BucketCore:
             self._overlap.layout_changed()
 
     def restart(self, run: runtime.Runtime) -> None:
-        """Continue in a new world (elastic) with the parameters and the optimizer state; a begun step is discarded."""
+        """Continue in a new world (elastic) with parameters and optimizer state; a partial step is discarded."""
         if self._overlap is not None:
             self._overlap.stop()
             self._overlap = None
@@ -587,7 +587,7 @@ class BucketCore:
 
 
 def raise_if_relaxed(engine: StepEngine) -> None:
-    """Refuse an operation that all ranks have to do after the same step.
+    """Refuse an operation that all ranks must do after the same step.
 
     Raises:
         RuntimeError: A relaxed mode is active, in which ranks are at different steps.

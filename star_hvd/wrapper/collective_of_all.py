@@ -1,4 +1,4 @@
-"""What reduces an optimizer's tensors over all ranks: Horovod's collective, and what this job puts around it."""
+"""Build the collective that reduces an optimizer's tensors over all ranks: Horovod's, with this job's wrappers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["collective_of_all"]
 
 
 def collective_of_all(driver: StepDriver, streams: Streams, *, ordered: bool) -> Collective:
-    """The collective over all ranks of one optimizer, by stages through the hosts where the job asks for them.
+    """Return one optimizer's collective over all ranks, in stages through the hosts if the job asks for them.
 
     Args:
-        driver: Of the optimizer; it ends the threads, its timeline samples what is submitted, and stages serve its
-            plan `sync` only. Nothing may be submitted before its engine is set.
-        streams: Of the devices that the tensors are on; stages are for tensors in host memory.
-        ordered: Whether tensors may overtake each other, for steps that overlap with the program: an
+        driver: The optimizer's driver. It ends the threads, its timeline samples submissions, and stages are used only
+            for its plan `sync`. Nothing may be submitted before its engine is set.
+        streams: Streams of the tensors' devices; stages are only for tensors in host memory.
+        ordered: Whether tensors may overtake each other, for steps that overlap with the program; returns an
             `OrderedCollective` then.
     """
     found: Collective = HorovodCollective()

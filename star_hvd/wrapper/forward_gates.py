@@ -1,12 +1,13 @@
-"""Gates in front of parameters: a use of a parameter that is not up to date waits for its bucket first.
+"""Gates in front of parameters: a use of a parameter that is not up to date first waits for its bucket.
 
-While a bucket is closed, the class of its parameters is a subclass that sees every use of them from Python
-(`__torch_function__`): a module's forward pass, `state_dict()`, an average of the weights, `param.data`, a list of
-parameters that the program made long ago, a parameter that another module uses too. The use waits for the bucket and
-continues with the ordinary parameter. So no knowledge of the model is needed, and open gates cost nothing.
+While a bucket is closed, its parameters have a subclass that intercepts every use of them from Python
+(`__torch_function__`): a module's forward pass, `state_dict()`, an average of the weights, `param.data`, an old list of
+parameters, a parameter shared with another module. The use waits for the bucket and continues with the ordinary
+parameter. This needs no knowledge of the model, and open gates cost nothing.
 
-Not seen are aliases made before (`param.detach()` kept from an earlier step) and what reads the memory without Python:
-a scripted or compiled module. Those are seen by a hook before every module's forward pass, and wait for all buckets.
+Not intercepted are aliases made earlier (`param.detach()` kept from an earlier step) and code that reads the memory
+without Python, i.e. scripted or compiled modules. For the latter a hook before every module's forward pass waits for
+all buckets.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class ForwardGates:
     """The gates of one optimizer.
 
     Args:
-        wait: Is called with the index of a closed bucket before one of its parameters is used, in the thread that uses
-            it; has to `open` it, or to raise.
+        wait: Called with the index of a closed bucket before one of its parameters is used, in the thread that uses
+            it; has to `open` the bucket or raise.
     """
 
     def __init__(self, wait: Callable[[int], None]) -> None:
@@ -49,11 +50,11 @@ class ForwardGates:
 
     @property
     def closed(self) -> tuple[int, ...]:
-        """The buckets whose gates are closed, in the order in which they were."""
+        """The buckets whose gates are closed, in the order of closing."""
         return tuple(self._closed)
 
     def close(self, index: int, params: Sequence[torch.nn.Parameter]) -> None:
-        """From now on a use of these parameters calls `wait(index)` first."""
+        """Make every use of these parameters call `wait(index)` first."""
         if self._hook is None:
             self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
         self._closed[index] = params
@@ -64,18 +65,18 @@ class ForwardGates:
                 param._star_gate = (self, index, ordinary)  # type: ignore[attr-defined]
 
     def open(self, index: int) -> None:
-        """The parameters of a bucket are ordinary ones again."""
+        """Make the parameters of a bucket ordinary again."""
         for param in self._closed.pop(index, ()):
             if isinstance(param, _Gated):
                 param.__class__ = param.__dict__.pop("_star_gate")[2]
 
     def open_all(self) -> None:
-        """Open what is closed, without waiting: the parameters stay as they are."""
+        """Open all closed gates without waiting; the parameters keep their values."""
         for index in self.closed:
             self.open(index)
 
     def remove(self) -> None:
-        """Open all gates for good."""
+        """Open all gates permanently."""
         self.open_all()
         if self._hook is not None:
             self._hook.remove()
@@ -115,7 +116,7 @@ _CLASSES: dict[type, type] = {}
 
 
 def _gated(ordinary: type) -> type:
-    """The subclass of a parameter's class."""
+    """Return the gated subclass of a parameter's class."""
     found = _CLASSES.get(ordinary)
     if found is None:
         bases = (_Gated,) if ordinary is torch.nn.Parameter else (_Gated, ordinary)
@@ -125,7 +126,7 @@ def _gated(ordinary: type) -> type:
 
 def _pass(param: Any) -> None:
     """Wait at a parameter's gate."""
-    while (gate := param.__dict__.get("_star_gate")) is not None:  # It may be closed again by then, by another thread.
+    while (gate := param.__dict__.get("_star_gate")) is not None:  # Another thread may have closed it again.
         gates, index, _ = gate
         gates.wait(index)
         if param.__dict__.get("_star_gate") is gate:
@@ -133,7 +134,7 @@ def _pass(param: Any) -> None:
 
 
 def _gated_in(value: Any) -> Iterator[Any]:
-    """The parameters behind closed gates among arguments."""
+    """Yield the parameters behind closed gates among arguments."""
     if isinstance(value, _Gated):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -145,14 +146,14 @@ def _gated_in(value: Any) -> Iterator[Any]:
 
 
 def _is_metadata(func: Any) -> bool:
-    """Whether a call reads nothing but what no update changes."""
+    """Whether a call reads only what updates do not change."""
     if getattr(func, "__name__", "") == _GETTER:
         return getattr(func, "__self__", None) in _METADATA
     return func in _METHODS
 
 
 def _reads_memory(module: torch.nn.Module) -> bool:
-    """Whether a module's forward pass uses parameters where Python does not see it."""
+    """Whether a module's forward pass uses parameters in a way that Python cannot intercept."""
     if isinstance(module, torch.jit.ScriptModule):
         return True
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None

@@ -1,7 +1,7 @@
-"""Sums that go through the hosts: inside each host first, then among one rank of every host, then back inside.
+"""Sum in stages: first inside each host, then among one rank of every host, then distribute inside each host.
 
 A ring over n ranks sends 2 (n - 1) / n times the bytes over every host's network card, one over h hosts
-2 (h - 1) / h times: for two hosts with two ranks each 1.0 for 1.5. The sums are the same but for their order.
+2 (h - 1) / h times: for two hosts with two ranks each 1.0 instead of 1.5. The sums differ only in their order.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ __all__ = ["HandOut", "HierarchicalCollective", "stages_of"]
 _POLL_S = 0.0005
 
 Stages = Sequence[tuple[str, Collective]]
-"""Each with a suffix of its tensors' names."""
+"""Each stage with the suffix of its tensors' names."""
 
 
 class HandOut(HorovodCollective):
-    """Not a sum: the leader's tensor for the ranks of its host.
+    """A broadcast instead of a sum: the leader's tensor for the ranks of its host.
 
     Args:
         process_set: The ranks of the host.
-        leader: One of them.
+        leader: The host's leader.
     """
 
     def __init__(self, process_set: object, leader: int) -> None:
@@ -43,7 +43,7 @@ class HandOut(HorovodCollective):
 
 
 def stages_of(sets: HostSets) -> Stages:
-    """What a tensor of this rank goes through, one after the other; leaders have a stage more than others."""
+    """Return the stages that a tensor of this rank passes in order; leaders have one more than others."""
     stages: list[tuple[str, Collective]] = []
     if sets.inside is not None:
         stages.append(("in", HorovodCollective(sets.inside)))
@@ -64,13 +64,13 @@ class _Tensor:
 
 
 class HierarchicalCollective:
-    """A collective over all ranks in stages, or at once. For any thread.
+    """A collective over all ranks, in stages or directly. For any thread.
 
     Args:
-        flat: Over all ranks at once.
+        flat: The collective over all ranks.
         stages: See `stages_of`.
-        applies: Whether what is submitted now goes through the stages; the same on all ranks for all of a step.
-        thread_name: Of the thread that submits a tensor to its next stage while no other thread comes by.
+        applies: Whether submissions go through the stages now; the same on all ranks throughout a step.
+        thread_name: Name of the thread that submits tensors to their next stage while no other thread does.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class HierarchicalCollective:
             return handle is None or self._flat.poll(handle)
 
     def finish(self, ticket: int) -> None:
-        """See `Collective.finish`; again for what was collected, it does nothing."""
+        """See `Collective.finish`; a repeated call does nothing."""
         with self._changed:
             staged, handle = self._staged.pop(ticket, None), self._flat_handles.pop(ticket, None)
             if handle is not None:
@@ -116,7 +116,7 @@ class HierarchicalCollective:
                 raise staged.failure
 
     def stop(self) -> None:
-        """End the thread; nothing goes on to a next stage any more."""
+        """End the thread; no tensor enters a further stage."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -129,7 +129,7 @@ class HierarchicalCollective:
         return staged.stage == len(self._stages) or staged.failure is not None
 
     def _advance(self) -> None:
-        """Hand on what has ended a stage."""
+        """Submit tensors that have ended a stage to the next one."""
         for staged in self._staged.values():
             while not self._ended(staged) and self._stages[staged.stage][1].poll(staged.handle):
                 try:
@@ -137,7 +137,7 @@ class HierarchicalCollective:
                     staged.stage += 1
                     if staged.stage < len(self._stages):
                         staged.handle = self._enter(staged.stage, staged.name, staged.tensor)
-                except Exception as error:  # The thread that collects the tensor raises it.
+                except Exception as error:  # Raised again in the thread that collects the tensor.
                     staged.failure = error
 
     def _under_way(self) -> bool:

@@ -1,6 +1,6 @@
 """One all-reduce per parameter or group, exactly as in `horovod.torch.DistributedOptimizer`.
 
-Used for options that only work in lockstep: the user's groups, process set or compressor, and a predivide factor.
+Used with options that only work in lockstep: the user's groups, process set or compressor, and a predivide factor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Group = tuple[torch.nn.Parameter, ...]
 
 
 def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_set) -> Any:
-    """The mean of a closure's loss over the ranks, so that optimizers which decide on it decide equally on all."""
+    """Return the mean of a closure's loss over the ranks, so that optimizers that depend on it decide alike on all."""
     if loss is None:
         return None
     own = torch.as_tensor(float(loss), dtype=torch.float64, device="cpu")
@@ -32,7 +32,7 @@ def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_se
 
 
 def too_many_passes() -> AssertionError:
-    """The error, worded as Horovod's, for more backward passes than `backward_passes_per_step`."""
+    """Return the error, worded like Horovod's, for more backward passes than `backward_passes_per_step`."""
     return AssertionError(
         "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
         "backward_passes_per_step to accumulate gradients locally."
@@ -40,12 +40,12 @@ def too_many_passes() -> AssertionError:
 
 
 class NativeCore:
-    """Hooks that reduce each parameter, or each group, on its own.
+    """Hooks that reduce each parameter, or each group, separately.
 
     Args:
         inner: The user's own optimizer.
         base: Its class.
-        wrapped: Weak reference to the wrapped one, which nothing here may keep alive.
+        wrapped: Weak reference to the wrapped optimizer, which nothing here may keep alive.
         names: Name of every parameter.
         compression: Class with `compress` and `decompress`.
         passes: Backward passes per step.
@@ -131,11 +131,11 @@ class NativeCore:
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The wrapped optimizer, which the user's step hooks get."""
+        """The wrapped optimizer, which is passed to the user's step hooks."""
         return self._wrapped() or self._inner
 
     def drop(self) -> None:
-        """Called by the garbage collector, in any thread, once the user has no reference to the optimizer."""
+        """Called by the garbage collector, in any thread, once the user holds no reference to the optimizer."""
         self._dropped = True  # The hooks cannot be removed here: a backward pass may be running them.
         note_dropped(self)
 
@@ -160,7 +160,7 @@ class NativeCore:
         self._delay = dict.fromkeys(self._delay, passes)
 
     def forget(self) -> None:
-        """Discard a step that was begun."""
+        """Discard a partial step."""
         self.handles.clear()
         self._delay = dict.fromkeys(self._delay, self.passes)
         self._count = dict.fromkeys(self._count, 0)
@@ -252,7 +252,7 @@ class NativeCore:
         return self.base.step(self.optimizer)
 
     def step_with_closure(self, closure: Any) -> Any:
-        """A step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""
+        """Make a step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""
         def reduced() -> Any:
             with torch.enable_grad():
                 loss = closure()

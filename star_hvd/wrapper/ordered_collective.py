@@ -1,8 +1,8 @@
-"""Reductions in an order of our own: the buckets that the next forward pass needs first go before the others.
+"""Reduce in our own order: the buckets that the next forward pass needs first go before the others.
 
-Horovod has no priorities: what was submitted is reduced in the order of its cache, fused as far as it fits. So a bucket
-is held back until it is its turn and little is under way. The order is the same on all ranks; ranks that waited for
-different buckets would wait for ever.
+Horovod has no priorities: submitted tensors are reduced in the order of its cache, fused as far as they fit. So a
+bucket is held back until its turn comes and few are in flight. The order is the same on all ranks, since ranks that
+waited for different buckets would wait forever.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ class _Held:
 
 
 class OrderedCollective:
-    """Holds back what goes to another collective. For any thread.
+    """Holds back submissions to another collective. For any thread.
 
     Args:
         inner: Reduces the tensors.
-        streams: Of the tensors' devices; what is held is submitted by any thread.
-        thread_name: Of the thread that submits what is held while no other thread comes by.
-        key_of: From a tensor's name to the one it has in the order: the name of what it is a form of.
+        streams: Streams of the tensors' devices; any thread may submit a held tensor.
+        thread_name: Name of the thread that submits held tensors while no other thread does.
+        key_of: Maps a tensor's name to its name in the order, which is that of the uncompressed tensor.
 
     Attributes:
-        most_under_way: Groups that are under way at most. With two, one is reduced while the next one is negotiated; of
-            more, Horovod reduces as one those that wait, and all of them come late. Counted, not weighed: the group
-            with the step's header is larger than the others, and small ones behind a large one are no reason for more.
-            Measured with 16 buckets of 625 kB, 4 ranks, 200 Mbit/s: 1040 ms where one is under way, 645 with two, 705
-            with three or four; 600 is what the bytes take.
+        most_under_way: Maximum number of groups in flight. With two, one is reduced while the next is negotiated; with
+            more, Horovod fuses those that wait, and all of them finish late. It counts groups, not bytes: the group
+            with the step's header is larger than the others, and small ones behind it are no reason for more. Measured
+            with 16 buckets of 625 kB, 4 ranks, 200 Mbit/s: 1040 ms with one in flight, 645 with two, 705 with three or
+            four; the bytes alone take 600.
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class OrderedCollective:
         self._inner, self._streams = inner, streams
         self._changed = ordered_condition("OrderedCollective._changed")
         self._order: Order = ()
-        self._names: frozenset[str] = frozenset()  # Of the order.
-        self._wanted: Order | None = None  # From the next step on.
-        self._next = 0  # Place in the order of what is submitted next.
+        self._names: frozenset[str] = frozenset()  # All names in the order.
+        self._wanted: Order | None = None  # The order from the next step on.
+        self._next = 0  # Position in the order of the next submission.
         self._held: dict[str, _Held] = {}
         self._under_way: collections.deque[set[int]] = collections.deque()  # Handles of each group.
         self._handles: dict[int, int] = {}  # By ticket.
@@ -71,10 +71,10 @@ class OrderedCollective:
         threads.supervised(self._run, thread_name).start()
 
     def set_order(self, groups: Sequence[Sequence[str]]) -> None:
-        """The order from the next step on, on all ranks after the same step; other names are not held.
+        """Set the order from the next step on, on all ranks after the same step; other names are not held.
 
         Args:
-            groups: Of names. Those of a group are submitted together, so that Horovod reduces them as one.
+            groups: Groups of names. A group is submitted together, so that Horovod reduces it as one.
         """
         with self._changed:
             self._wanted = tuple(map(tuple, groups))
@@ -105,7 +105,7 @@ class OrderedCollective:
             return self._inner.poll(handle)
 
     def finish(self, ticket: int) -> None:
-        """See `Collective.finish`; again for what was collected, it does nothing."""
+        """See `Collective.finish`; a repeated call does nothing."""
         with self._changed:
             handle = self._handles.pop(ticket, None)
             if handle is not None:
@@ -115,14 +115,14 @@ class OrderedCollective:
                 self._pump()
 
     def stop(self) -> None:
-        """End the thread; nothing is submitted any more."""
+        """End the thread; nothing more is submitted."""
         with self._changed:
             self._stopped = True
             self._held.clear()
             self._changed.notify_all()
 
     def _pump(self) -> None:
-        """Submit what has its turn."""
+        """Submit the tensors whose turn it is."""
         if self._failure is not None:
             raise self._failure
         while self._held and all(name in self._held for name in self._order[self._next]):
@@ -143,7 +143,7 @@ class OrderedCollective:
                 self._renew()
 
     def _renew(self) -> None:
-        """Between two steps: the order that is wanted now."""
+        """Between two steps: adopt the new order, if one is set."""
         if self._wanted is not None and self._next == 0 and not self._held:
             self._order, self._wanted = self._wanted, None
             self._names = frozenset(name for group in self._order for name in group)
@@ -157,7 +157,7 @@ class OrderedCollective:
                         return
                     try:
                         self._pump()
-                    except Exception as error:  # The training thread raises it where it waits.
+                    except Exception as error:  # Raised again in the training thread, where it waits.
                         self._failure = error
                         self._held.clear()
                     self._changed.wait(_POLL_S)

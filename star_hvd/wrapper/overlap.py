@@ -1,10 +1,10 @@
 """`overlap=True`: `step()` returns once its gradients are submitted; every bucket is applied when it is needed.
 
-The reductions and the arithmetic are those of `sync`: each bucket's mean is applied by the user's own optimizer class
-to the bucket's parameters, with the hyperparameters as they were in `step()`. Until then the bucket's gates are closed
-(`forward_gates.py`), so that whatever uses a parameter waits for it; `finish` waits for all and ends the step.
+Reductions and arithmetic are those of `sync`: the user's own optimizer class applies each bucket's mean to the bucket's
+parameters, with the hyperparameters as they were in `step()`. Until then the bucket's gates are closed
+(`forward_gates.py`), so that every use of a parameter waits for it; `finish` waits for all buckets and ends the step.
 
-All of it may be called in any thread, since a parameter may be used in any. `Replica.apply_lock` is held while a
+All of this may be called in any thread, since any thread may use a parameter. `Replica.apply_lock` is held while a
 bucket is applied, never while it is waited for.
 """
 
@@ -40,7 +40,7 @@ logger = logging.getLogger("star_hvd")
 
 @dataclass(slots=True)
 class _Pending:
-    """A step that is submitted and not applied to all buckets yet."""
+    """A step that is submitted but not applied to all buckets yet."""
 
     step: int
     groups: list[dict[str, Any]]
@@ -48,7 +48,7 @@ class _Pending:
     submitted: Fence
     row: Sequence[float] | None = None
     row_known: bool = False
-    cleared: bool = False  # The user has called `zero_grad` since.
+    cleared: bool = False  # Whether the user has called `zero_grad` since.
     wait_s: float = 0.0
     applied: dict[int, Fence] = field(default_factory=dict)
 
@@ -57,10 +57,10 @@ class Overlap:
     """The overlapped steps of one optimizer on one rank.
 
     Args:
-        driver: Of the optimizer.
-        collective: Of its engine.
+        driver: The optimizer's driver.
+        collective: The collective of its engine.
         deadline_s: Longest wait for a reduction.
-        auto: Whether it is tried, and kept only where it pays.
+        auto: Whether to try overlapping, and keep it only if it is faster.
     """
 
     def __init__(
@@ -82,19 +82,19 @@ class Overlap:
         driver.reporter.on_header = self._note_header
 
     def layout_changed(self) -> None:
-        """Buckets were added."""
+        """Adapt to added buckets."""
         self._reduced = {param for bucket in self._applier.buckets for param in bucket.params}
         self._use(overlap=self._on)
 
     def _use(self, *, overlap: bool) -> None:
-        """From the next step on, on all ranks."""
+        """Turn overlapping on or off and set the order, from the next step on, on all ranks."""
         buckets = self._applier.buckets
         groups = order_in_groups(len(buckets), self._sizes.together) if overlap else ()
         self._on = overlap
         self.collective.set_order([[f"{self._engine.prefix}.b{index}" for index in group] for group in groups])
 
     def _note_header(self, header: Header) -> None:
-        """A step of all ranks was reduced, and all read this; under the engine's lock."""
+        """Use the header of a reduced step, which all ranks read alike; called under the engine's lock."""
         if math.isnan(header.interval_s) or self._engine.plan.mode != "sync":
             return
         sizes, trial = self._sizes, self._trial
@@ -113,22 +113,22 @@ class Overlap:
             logger.info("%s", self.describe())
 
     def describe(self) -> str:
-        """What was decided by trial, as a sentence; empty where nothing was yet."""
+        """Describe what was decided by trial; empty if nothing was yet."""
         trial = self._trial.describe("overlap") if self._trial is not None else ""
         return "; ".join(part for part in (self._sizes.describe(), trial) if part)
 
     @property
     def pending(self) -> bool:
-        """Whether a step is submitted that does not count yet."""
+        """Whether a step is submitted that has not ended yet."""
         return self._pending is not None and not self._left_behind()
 
     # ---- may this step overlap ------------------------------------------------------------------------------------
 
     def allowed(self, reason: str | None = None) -> bool:
-        """Whether the step to come may overlap; why not is logged once.
+        """Whether the next step may overlap; if not, log why, once.
 
         Args:
-            reason: Against it, known to the caller.
+            reason: A reason against it that the caller knows.
         """
         if not self._on:
             return False
@@ -166,7 +166,7 @@ class Overlap:
     # ---- a step ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The training thread owns the step, and all of it is submitted: from here on parameters wait for it."""
+        """Close the gates: the training thread owns the step, all of which is submitted."""
         engine, applier = self._engine, self._applier
         with self._lock:
             engine.replica.partial = True
@@ -178,12 +178,12 @@ class Overlap:
             )
             for bucket in applier.buckets:
                 for param in bucket.params:
-                    param.grad = None  # What is in the buffer is on its way.
+                    param.grad = None  # The buffer's contents are being reduced.
                 self.gates.close(bucket.index, bucket.params)
         self.driver.begin_overlapped()
 
     def clear_gradients(self) -> bool:
-        """The user clears the gradients of a step by setting them to None. Whether it is still under way."""
+        """The user clears the gradients of a step by setting them to None. Return whether it is still in progress."""
         if self._left_behind():
             return False
         with self._lock:
@@ -198,19 +198,19 @@ class Overlap:
             return True
 
     def waits_for(self, index: int) -> bool:
-        """Whether the step under way is not applied to a bucket yet."""
+        """Whether the step in progress is not applied to a bucket yet."""
         pending = self._pending
         return pending is not None and index in pending.left
 
-    @torch.inference_mode(False)  # The program may evaluate in it; what is made in it may not be changed afterwards.
+    @torch.inference_mode(False)  # The program may call this in inference mode, whose tensors cannot be changed later.
     def wait(self, index: int) -> None:
-        """Return once the mean of a bucket is applied, and its gates are open.
+        """Wait until the mean of a bucket is applied and its gates are open.
 
         Raises:
             HorovodInternalError: The reduction failed; all gates are open then.
             DeadlineError: Some rank did not take part in time.
             Exception: The user's optimizer raised it. As without overlap, the step counts: this bucket is not applied
-                again, the others are when they are used.
+                again; the others are applied when they are used.
         """
         if self._left_behind():
             return
@@ -238,7 +238,7 @@ class Overlap:
                 self._end(pending)
 
     def finish(self) -> None:
-        """Wait for all that is left of the step and end it. Does nothing where no step is under way."""
+        """Wait for the rest of the step and end it. Does nothing if no step is in progress."""
         while not self._left_behind() and (pending := self._pending) is not None:
             with self._lock:
                 left = sorted(pending.left, reverse=True)
@@ -248,21 +248,21 @@ class Overlap:
                 self._end(pending)
 
     def _left_behind(self) -> bool:
-        """Whether this is a forked process: it has the parameters as they are, and no thread that would bring more."""
+        """Whether this is a forked process, which keeps its parameters since no thread here can complete the step."""
         if self._pid == os.getpid():
             return False
-        self._pending = None  # Without the lock: another thread may have held it at the fork.
+        self._pending = None  # Without the lock, which another thread may have held at the fork.
         self.gates.open_all()
         return True
 
     def abandon(self) -> None:
-        """The step cannot end: its world is gone. Parameters stay as they are."""
+        """Abandon a step that cannot end since its world is gone. Parameters keep their values."""
         with self._lock:
             self._pending = None
             self.gates.open_all()
 
     def stop(self) -> None:
-        """No step overlaps any more."""
+        """End overlapping: no further step overlaps."""
         self.abandon()
         self.gates.remove()
         self.collective.stop()
@@ -278,7 +278,7 @@ class Overlap:
         wait_all(self._engine.collective, [handle], self._deadline_s, what)
 
     def _apply(self, pending: _Pending, index: int) -> None:
-        """Apply a bucket whose reduction was collected; in one of the threads that wait for it."""
+        """Apply a bucket whose reduction was collected, in one of the threads that wait for it."""
         with self._lock:
             if self._pending is not pending or index not in pending.left:
                 pending.applied.get(index, DONE).order()
@@ -289,7 +289,7 @@ class Overlap:
             pending.submitted.order()
             engine.own_mean(index)
             try:
-                # The gates open behind it: another thread must not read what is half written.
+                # The gates open afterwards: another thread must not read a half-written bucket.
                 with engine.replica.writing(), torch._C.DisableTorchFunctionSubclass():
                     for param, view in zip(bucket.params, bucket.views, strict=True):
                         param.grad = view
@@ -300,20 +300,20 @@ class Overlap:
             finally:
                 pending.left.discard(index)
                 pending.applied[index] = engine.streams.give(APPLIED)
-                self.gates.open(index)  # Last: what passes an open gate finds that the bucket is done (`waits_for`).
+                self.gates.open(index)  # Last: once the gate is open, `waits_for` must report the bucket as done.
 
     def _note_wait(self, pending: _Pending, waited_s: float) -> None:
         pending.wait_s += waited_s
         self.driver.timer.add_outside(waited_s)
 
     def _end(self, pending: _Pending) -> None:
-        """The step counts from here on."""
+        """End the step, which counts from here on."""
         with self._lock:
             if self._pending is not pending or pending.left:
                 return
             try:
                 result = self._engine.finish_own()
                 self._engine.apply_own(result, lambda row: None)
-            finally:  # Not before: a thread that finds no step under way begins the next one.
+            finally:  # Not earlier: a thread that finds no step in progress starts the next one.
                 self._pending = None
         self.driver.end_overlapped(pending.step, pending.wait_s)

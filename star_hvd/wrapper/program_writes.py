@@ -1,7 +1,7 @@
-"""Whether the program changes parameters itself between steps: weights that are clamped, a norm that is kept, SAM.
+"""Detect whether the program itself changes parameters between steps, e.g. clamps weights, fixes a norm, or uses SAM.
 
-In `sync` every rank does so alike. A rank that is late cannot repeat it, and servers know nothing of it, so replicas
-would differ, or the change be lost, without a word.
+In `sync` every rank does so alike. But a rank that is late cannot repeat the change, and servers do not know of it, so
+replicas would differ, or the change be lost, silently.
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from star_hvd.engine.applier import Applier
 
 __all__ = ["ProgramWrites"]
 
-_COMPARED_STEPS = 4  # Memory is compared in these; later the counts of changes, which `param.data` does not raise.
-_OFTEN_STEPS = 64  # A state that is loaded in the middle of training is one change, twice within these is a habit.
+_COMPARED_STEPS = 4  # In these, memory is compared; later, tensor versions, which `param.data` does not raise.
+_OFTEN_STEPS = 64  # Loading a state during training is one change; two changes within this many steps are a habit.
 
 
 class ProgramWrites:
-    """Looks at parameters where a step ended and where the next one begins; used by the training thread.
+    """Compares the parameters at the end of a step and the start of the next; used by the training thread.
 
     Args:
-        applier: Has the parameters.
+        applier: Holds the parameters.
     """
 
     def __init__(self, applier: Applier) -> None:
         self._applier = applier
         self._steps = 0
-        self._left: tuple[int, Sequence[int], int | None] | None = None  # How the last step left the parameters.
+        self._left: tuple[int, Sequence[int], int | None] | None = None  # The parameters as the last step left them.
         self._changed_in: int | None = None
 
     def step_ended(self, writes: int) -> None:
-        """A step has ended, or its mean is there, and the program goes on with its parameters.
+        """Record the parameters after a step has ended, or its mean was handed to the program.
 
         Args:
-            writes: How often this package has written to them.
+            writes: Number of writes by this package so far.
         """
         self._steps += 1
         self._left = writes, self._versions(), self._memory()
 
     def parameters_added(self) -> None:
-        """What was seen is not comparable any more."""
+        """Discard the record, which is no longer comparable."""
         self._left = None
 
     def found(self, writes: int) -> bool:
-        """Gradients come. Whether the program has a habit of changing parameters, or did in the first steps.
+        """Whether the program changes parameters repeatedly, or did in the first steps; called when gradients arrive.
 
         Args:
-            writes: As for `step_ended`; a difference is this package's, and nothing is known then.
+            writes: As for `step_ended`; if it differs, this package wrote in between, and the answer is False.
         """
         left = self._left
         if left is None or left[0] != writes:
@@ -60,7 +60,7 @@ class ProgramWrites:
         return self._steps <= _COMPARED_STEPS or (before is not None and self._steps - before <= _OFTEN_STEPS)
 
     def _versions(self) -> list[int]:
-        # Through the base class: of a parameter behind a gate it is read without waiting.
+        # Through the base class, to read it without waiting for a parameter behind a gate.
         with torch._C.DisableTorchFunctionSubclass():
             return [param._version for bucket in self._applier.buckets for param in bucket.params]
 

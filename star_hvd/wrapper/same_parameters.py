@@ -1,4 +1,4 @@
-"""Whether all ranks train the same parameters, and in which order: rank 0's."""
+"""Check that all ranks train the same parameters, and bring them into rank 0's order."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["same_on_all_ranks"]
 def same_on_all_ranks(
     params: Sequence[torch.nn.Parameter], names: dict[torch.nn.Parameter, str], *, ordered: bool = False
 ) -> list[torch.nn.Parameter]:
-    """The parameters in rank 0's order: buckets are matched by position, where Horovod matches by name.
+    """Return the parameters in rank 0's order: buckets are matched by position, where Horovod matches by name.
 
     Collective.
 
     Args:
         params: This rank's parameters.
         names: Their names.
-        ordered: Whether the order has to be the same already.
+        ordered: Whether the order must be the same already.
 
     Raises:
         ValueError: Ranks have different parameters; raised on all ranks.
@@ -46,5 +46,5 @@ def same_on_all_ranks(
 
 
 def _format(param: torch.Tensor) -> str:
-    """The strides of a parameter that is not contiguous, as buckets are reduced in memory order."""
+    """Return the strides of a non-contiguous parameter, since buckets are reduced in memory order."""
     return "" if param.is_contiguous() else str(memory_format_of(param))

@@ -1,4 +1,4 @@
-"""Sparse gradients, reduced one by one as in Horovod; only in `sync`."""
+"""Sparse gradients, reduced individually as in Horovod; only in `sync`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["SparseGradients"]
 
 
 class SparseGradients:
-    """Keeps the sparse gradients of a step apart from the flat buckets.
+    """Reduces the sparse gradients of a step separately from the flat buckets.
 
     Args:
-        as_dense: Whether to reduce them inside the bucket and make the mean sparse again afterwards.
+        as_dense: Whether to reduce them inside the bucket and make the mean sparse afterwards.
         summed: Whether the reduction is `op=Sum`; inside the bucket the engine scales the mean.
     """
 

@@ -1,4 +1,4 @@
-"""Optimizers whose gradients Horovod averages itself: beside one of them the batches of all ranks have to be equal."""
+"""Track optimizers whose gradients Horovod averages itself: with one of them all ranks need batches of equal size."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ __all__ = ["HorovodsOwn", "Reducing", "note_reducing", "unweighted"]
 
 
 class Reducing(Protocol):
-    """The core of an optimizer that goes through Horovod's own reductions."""
+    """The core of an optimizer that uses Horovod's own reductions."""
 
     @property
     def reduces(self) -> bool:
-        """Whether backward passes reduce gradients through it."""
+        """Whether backward passes reduce gradients through this optimizer."""
         ...
 
 
 class HorovodsOwn:
-    """Stands for an optimizer of Horovod's own, and has to live as long."""
+    """Placeholder for one of Horovod's own optimizers; must be kept alive as long as that optimizer."""
 
     reduces = True
 
@@ -27,11 +27,11 @@ _cores: weakref.WeakSet[Reducing] = weakref.WeakSet()
 
 
 def note_reducing(core: Reducing) -> None:
-    """Remember a core as long as it lives."""
+    """Track a core while it lives."""
     _cores.add(core)
 
 
 def unweighted() -> str:
-    """Why batches have to be equal, where an optimizer reduces without their weights; else empty."""
+    """Return why batches have to be equal if an optimizer reduces without their weights, else an empty string."""
     reducing = any(core.reduces for core in list(_cores))
     return "an optimizer's gradients are reduced by Horovod itself, without weights" if reducing else ""

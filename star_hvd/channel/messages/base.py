@@ -56,14 +56,14 @@ _MOST = 1 << 53  # Bound of integers, so that they are exact as floats too.
 class Message:
     """Base of all messages; fields are int, float, bool, str, a list of ints, a mapping or one `StepTimes`.
 
-    What is sent of a record inside a message are its fields, in their order, at its place among the others.
+    A record (`StepTimes`) inside a message is sent as its fields, in order, at its position among the other fields.
     """
 
     kind: ClassVar[str] = ""
 
 
 _KINDS: dict[str, type[Message]] = {}
-_FIELDS: dict[str, tuple[tuple[str, str], ...]] = {}  # Per kind: names and types of what is sent.
+_FIELDS: dict[str, tuple[tuple[str, str], ...]] = {}  # Per kind: names and types of the values sent.
 _RECORDS: dict[str, type] = {"StepTimes": StepTimes}
 _RECORD_AT: dict[str, tuple[slice, type]] = {}  # Kinds with a record: position of its fields, its class.
 _ITEMS: dict[str, type] = {"list[int]": int, "list[str]": str}
@@ -73,7 +73,7 @@ _PLAIN: dict[str, type] = {
 _TYPES: dict[str, tuple[type, ...]] = {}  # Per kind: the types of its fields.
 _WHOLE: dict[str, tuple[int, ...]] = {}  # Per kind: positions of the integer fields.
 _LISTS: dict[str, tuple[tuple[int, type], ...]] = {}  # Per kind: positions of the lists, and their items' types.
-_GETTERS: dict[str, Callable[[Any], tuple[Any, ...]]] = {}  # Per kind: reads the values that are sent.
+_GETTERS: dict[str, Callable[[Any], tuple[Any, ...]]] = {}  # Per kind: reads the values to send.
 M = TypeVar("M", bound=type[Message])
 
 
@@ -90,7 +90,7 @@ def message_kind(cls: M) -> M:
 
 
 def _flattened(cls: type[Message]) -> list[tuple[str, str]]:
-    """Names and types of what is sent of a message; a record's fields are `its_name.field`."""
+    """Return names and types of the values sent for a message; a record's fields are `its_name.field`."""
     found: list[tuple[str, str]] = []
     for item in dataclasses.fields(cls):
         record = _RECORDS.get(str(item.type))
@@ -104,12 +104,12 @@ def _flattened(cls: type[Message]) -> list[tuple[str, str]]:
 
 
 def kinds() -> dict[str, type[Message]]:
-    """All messages that `decode` knows, by kind."""
+    """Return all messages that `decode` knows, by kind."""
     return dict(_KINDS)
 
 
 def wire_fields(kind: str) -> tuple[tuple[str, str], ...]:
-    """Names and types of what is sent of a kind of message, in order; `times.compute_s` is a part of a record."""
+    """Return names and types of the values sent for a kind of message, in order; `times.compute_s` is in a record."""
     return _FIELDS[kind]
 
 
@@ -134,9 +134,9 @@ class Heartbeat(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Register(Message):
-    """A rank has made an optimizer. `initial` is its first plan, `plan` the one the user requests, empty for `auto`.
-    `exact` says that `auto` may choose among the exact modes only, `edge_part` which part of the gradient's bytes is in
-    the bucket that is filled last and needed first, 1 where buckets leave together."""
+    """A rank has created an optimizer. `initial` is its first plan, `plan` the one the user requests, empty for `auto`.
+    `exact` restricts `auto` to the exact modes. `edge_part` is the fraction of the gradient's bytes in the bucket that
+    is filled last and needed first, 1 if all buckets are sent together."""
 
     kind: ClassVar[str] = "register"
     optimizer_id: int
@@ -161,8 +161,8 @@ class Unregister(Message):
 class OptimizerDropped(Message):
     """A rank has dropped an optimizer; its helper contributes from now on.
 
-    `step` is the first step the rank has not submitted completely, -1 where it does not reduce gradients in steps;
-    `begun` is whether it has submitted a part of that step, `in_flight` whether the step before is still in flight.
+    `step` is the first step the rank has not submitted completely, -1 if it does not reduce gradients in steps;
+    `begun` tells whether it has submitted part of that step, `in_flight` whether the previous step is still in flight.
     """
 
     kind: ClassVar[str] = "dropped"
@@ -184,7 +184,7 @@ class OptimizerOver(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Arrive(Message):
-    """A rank's fresh gradient of step `step` is submitted; carries the measurements around the one before."""
+    """A rank's fresh gradient of step `step` is submitted; carries its times, and the wait in the step before."""
 
     kind: ClassVar[str] = "arrive"
     optimizer_id: int
@@ -237,7 +237,7 @@ class ModeUnsupported(Message):
     """A rank cannot run the plan of this id, or relaxed modes at all.
 
     Attributes:
-        equal_batches: Neither can it have other batches than the other ranks, or another number of micro-batches.
+        equal_batches: Its batch sizes and its number of micro-batches must also equal those of the other ranks.
     """
 
     kind: ClassVar[str] = "refuse"
@@ -250,7 +250,7 @@ class ModeUnsupported(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Finished(Message):
-    """A rank has ended its program and waits for the others."""
+    """A rank has finished its program and waits for the others."""
 
     kind: ClassVar[str] = "finished"
     rank: int
@@ -314,7 +314,7 @@ class EpochEnd(Message):
     """All ranks have ended an epoch of a loader.
 
     Attributes:
-        together: Whether all reached its end and meet there; False where one left its loop before.
+        together: Whether all ranks reached its end and meet there; False if one left its loop early.
     """
 
     kind: ClassVar[str] = "epoch_end"
@@ -326,7 +326,7 @@ class EpochEnd(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class ReportImmediately(Message):
-    """Whether arrivals must be reported at once: a rank is inactive, so that steps in `sync` may have to be closed."""
+    """Whether arrivals must be reported at once, because a rank is inactive and steps in `sync` may need closing."""
 
     kind: ClassVar[str] = "hurry"
     now: bool
@@ -335,7 +335,7 @@ class ReportImmediately(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class CloseStep(Message):
-    """Order to close a step; by `typical_compute_s` a rank that is only out of phase gets back into phase."""
+    """Order to close a step; a rank that is merely out of phase gets back into phase by `typical_compute_s`."""
 
     kind: ClassVar[str] = "close"
     optimizer_id: int
@@ -376,7 +376,7 @@ class FindStateSource(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class StateSource(Message):
-    """Answer to `FindStateSource`: a rank that is up to date, -1 where none is."""
+    """Answer to `FindStateSource`: a rank that is up to date, -1 if there is none."""
 
     kind: ClassVar[str] = "source_reply"
     optimizer_id: int
@@ -386,14 +386,14 @@ class StateSource(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Bye(Message):
-    """All ranks have finished and may exit; `lost` ranks did not report."""
+    """All ranks have finished and may exit; the `lost` ranks did not report."""
 
     kind: ClassVar[str] = "bye"
     lost: list[int]
 
 
 def encode(message: Message) -> bytes:
-    """One message as bytes."""
+    """Return a message as bytes."""
     return bytes(msgpack.packb([_VERSION, *_GETTERS[message.kind](message)]))
 
 
@@ -449,6 +449,6 @@ def _check(cls: type[Message], name: str, wanted: str, value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    """A value for an error's text, bounded because a damaged message must not fill the log."""
+    """Return a value for an error's text, bounded because a damaged message must not fill the log."""
     text = reprlib.repr(value)
     return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,4 +1,4 @@
-"""Messages about leases: which samples of an epoch a rank holds ahead of its work; see `scheduler.rules.leasing`."""
+"""Messages about leases, the samples of an epoch that a rank holds ahead of its work; see `scheduler.rules.leasing`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ __all__ = ["Consumed", "ConsumedRequest", "Lease", "LeaseAsk", "LeaseRecall", "L
 @message_kind
 @dataclass(frozen=True, slots=True)
 class LeaseAsk(Message):
-    """A rank that has begun so many samples of an epoch asks for more. Each is answered by one `Lease`.
+    """A rank asks for more samples of an epoch, of which it has begun `begun`. Each request gets one `Lease`.
 
     Attributes:
         ahead: Batches that its workers load ahead.
-        load_s: Seconds until a batch would be loaded if none were on its way, as far as it is known.
-        digest: Of the order of the samples, equal on all ranks; 0 where it is not known yet.
-        done: Starts and stops of spans that were consumed before the epoch was interrupted; in the first message.
-        undelivered: Samples that count as begun and are still on their way, where batches overtake each other.
-        fixed: The loader's batches keep their size: it takes no part in batch shares.
+        load_s: Seconds to load a batch if none is being loaded yet, as far as known.
+        digest: Digest of the order of the samples, equal on all ranks; 0 while unknown.
+        done: Starts and stops of spans consumed before the epoch was interrupted; in the first message only.
+        undelivered: Samples that count as begun but are not delivered yet, if batches may overtake each other.
+        fixed: The loader's batch size is fixed: it takes no part in batch shares.
         idle: Its training thread has nothing to work on.
-        even: Every rank needs as many batches as the others, since Horovod's own reductions wait for all ranks.
-        again: It repeats, with news, a request that may not have been answered; if it was, there is no second answer.
+        even: Every rank needs the same number of batches, since Horovod's own reductions wait for all ranks.
+        again: Repeats, with new values, a request that may be unanswered; if it was answered, it gets no second answer.
     """
 
     kind: ClassVar[str] = "lease_ask"
@@ -48,11 +48,11 @@ class LeaseAsk(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Lease(Message):
-    """Answer to `LeaseAsk`: positions start to stop of the epoch's permutation are this rank's. Where they are equal
-    there is nothing for now, or, if `over`, for the rest of the epoch.
+    """Answer to `LeaseAsk`: positions start to stop of the epoch's permutation are this rank's. If they are equal,
+    there is nothing for it now or, if `over`, in the rest of the epoch.
 
     Attributes:
-        refused: Why this rank gets nothing in this epoch, empty as a rule.
+        refused: Why this rank gets nothing in this epoch, normally empty.
     """
 
     kind: ClassVar[str] = "lease"
@@ -67,8 +67,7 @@ class Lease(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class LeaseRecall(Message):
-    """Another rank would end sooner what this one has not begun: it is to be given back, but for the first `keep`
-    samples."""
+    """Order to give back the samples not begun, except the first `keep`: another rank would finish them sooner."""
 
     kind: ClassVar[str] = "lease_recall"
     loader: int
@@ -79,15 +78,15 @@ class LeaseRecall(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class LeaseReturn(Message):
-    """All that was leased to this rank beyond the samples it has begun, and `kept` more, is given back.
+    """A rank gives back all its leased samples except those it has begun and the next `kept`.
 
     Attributes:
-        kept: Samples behind those it has begun that it still holds.
-        undone: Starts and stops of spans that count as begun and were never delivered.
-        leaves: It takes no more.
-        early: Its program left the loop before it had heard that the epoch is over; it does not wait for the others.
-        unasked: It was not recalled: the rank has had its share of the epoch.
-        undelivered: Samples that count as begun and are still on their way, where batches overtake each other.
+        kept: Samples after those it has begun that it still holds.
+        undone: Starts and stops of spans that count as begun but were never delivered.
+        leaves: The rank takes no more samples.
+        early: Its program left the loop before it heard that the epoch is over; it does not wait for the other ranks.
+        unasked: Not an answer to `LeaseRecall`: the rank has had its share of the epoch.
+        undelivered: Samples that count as begun but are not delivered yet, if batches may overtake each other.
     """
 
     kind: ClassVar[str] = "lease_return"
@@ -105,10 +104,10 @@ class LeaseReturn(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class ConsumedRequest(Message):
-    """A rank wants to know which samples of an epoch all ranks have consumed in the steps up to `step`.
+    """A rank asks which samples of an epoch all ranks have consumed in the steps up to `step`.
 
     Attributes:
-        step: Steps its parameters have had; -1 where there is no optimizer: all that was delivered counts.
+        step: Number of steps in its parameters; -1 without an optimizer: then everything delivered counts.
         number: The rank's own count of its requests.
     """
 
@@ -122,7 +121,7 @@ class ConsumedRequest(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class ReportConsumed(Message):
-    """Every rank is to say what it has consumed; see `ConsumedRequest`."""
+    """Order to every rank to report what it has consumed; see `ConsumedRequest`."""
 
     kind: ClassVar[str] = "report_consumed"
     loader: int
@@ -133,7 +132,7 @@ class ReportConsumed(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Consumed(Message):
-    """Starts and stops of the spans consumed: by one rank, answer to `ReportConsumed`, or, on the way down, by all,
+    """Starts and stops of consumed spans: one rank's, its answer to `ReportConsumed`, or all ranks', the coordinator's
     answer to `ConsumedRequest`."""
 
     kind: ClassVar[str] = "consumed"

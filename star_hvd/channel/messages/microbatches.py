@@ -1,4 +1,4 @@
-"""Messages about micro-batches: which tasks of a step a rank has, and which it takes over; see
+"""Messages about micro-batches: which tasks of a step a rank has and which it takes over; see
 `scheduler.rules.microbatches`."""
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ class MicrobatchOpen(Message):
     """A rank begins an epoch of a loader with micro-batches.
 
     Attributes:
-        batch: Samples of a rank in a step.
-        parts: Micro-batches of a rank in a step.
+        batch: Samples per rank and step.
+        parts: Micro-batches per rank and step.
         ahead: Micro-batches that its workers load ahead.
-        digest: Of the order of the samples, equal on all ranks.
-        done: Starts and stops of spans that were consumed before the epoch was interrupted.
-        most: Samples of a pass, at most; 0 for `batch`.
+        digest: Digest of the order of the samples, equal on all ranks.
+        done: Starts and stops of spans consumed before the epoch was interrupted.
+        most: Most samples in a pass; 0 for `batch`.
     """
 
     kind: ClassVar[str] = "microbatch_open"
@@ -44,13 +44,13 @@ class MicrobatchOpen(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MicrobatchBegin(Message):
-    """A rank begins a pass over some tasks, or has none to work on.
+    """A rank starts a pass over some tasks, or has none to work on.
 
     Attributes:
-        task: The first one's number in the step, -1 for none.
-        compute_s: Time that the pass before it took this rank, 0 where there was none.
-        tasks: How many.
-        given: Starts and stops of runs of tasks that it has not begun and gives back, because it has become slow.
+        task: Number in the step of the first task, -1 for none.
+        compute_s: Time of this rank's previous pass, 0 if there was none.
+        tasks: Number of tasks.
+        given: Starts and stops of runs of tasks that it has not started and gives back, because it has become slow.
     """
 
     kind: ClassVar[str] = "microbatch_begin"
@@ -66,11 +66,11 @@ class MicrobatchBegin(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MicrobatchReturn(Message):
-    """Answer to `MicrobatchRecall`: the last of the tasks are given back, or all were begun meanwhile.
+    """Answer to `MicrobatchRecall`: the rank gives the last of the tasks back, or has started all of them meanwhile.
 
     Attributes:
-        task: The first one that was wanted.
-        tasks: How many are given back.
+        task: The first task that was recalled.
+        tasks: Number of tasks given back.
     """
 
     kind: ClassVar[str] = "microbatch_return"
@@ -85,13 +85,13 @@ class MicrobatchReturn(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MicrobatchShares(Message):
-    """The tasks with which every rank begins a step: rank 0 has the first ones, rank 1 those behind them.
+    """The tasks with which every rank starts a step: rank 0 has the first ones, rank 1 the next, and so on.
 
     Attributes:
-        counts: Tasks of every rank.
-        sizes: Tasks of each pass of this rank; together less than its own where others have begun the last ones.
-        fixed: Time of a pass whatever its size, over that of a task.
-        first_s: Expected time of this rank's first pass, 0 where it is not known.
+        counts: Number of tasks per rank.
+        sizes: Tasks in each pass of this rank; fewer in total than its tasks if others have started the last ones.
+        fixed: Time of a pass independent of its size, relative to the time of a task.
+        first_s: Expected time of this rank's first pass, 0 if unknown.
     """
 
     kind: ClassVar[str] = "microbatch_shares"
@@ -107,7 +107,7 @@ class MicrobatchShares(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MicrobatchRecall(Message):
-    """Another rank would end these tasks sooner: they are to be given back, as far as they are not begun."""
+    """Order to give back those of these tasks that are not started: another rank would finish them sooner."""
 
     kind: ClassVar[str] = "microbatch_recall"
     loader: int
@@ -120,7 +120,7 @@ class MicrobatchRecall(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MicrobatchGrant(Message):
-    """Tasks that another rank had are this rank's now."""
+    """Another rank's tasks are this rank's now."""
 
     kind: ClassVar[str] = "microbatch_grant"
     loader: int
@@ -133,7 +133,7 @@ class MicrobatchGrant(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MicrobatchesClosed(Message):
-    """All tasks of a step, and of those before it, are begun: its reduction follows."""
+    """All tasks of a step and of earlier steps have been started: the step's reduction follows."""
 
     kind: ClassVar[str] = "microbatches_closed"
     loader: int

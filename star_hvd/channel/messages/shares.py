@@ -1,7 +1,7 @@
 """Messages about batch shares: all ranks change the sizes of their batches at the same step.
 
-The coordinator proposes; every rank answers with the first step of which it has not formed a batch, and forms none of
-that step or later until the order comes; the order takes effect at the latest of those steps.
+The coordinator proposes sizes. Every rank answers with the first step for which it has not formed a batch, and forms
+none for that or a later step until the order arrives. The order takes effect at the latest of those steps.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EPOCH_START = -1
 @message_kind
 @dataclass(frozen=True, slots=True)
 class ShareProposal(Message):
-    """Other batch sizes are wanted for a loader: samples of every rank in a step, empty for equal batches."""
+    """Proposal of batch sizes for a loader: samples per step of every rank, empty for equal batches."""
 
     kind: ClassVar[str] = "share_proposal"
     loader: int
@@ -31,15 +31,15 @@ class ShareProposal(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class ShareReady(Message):
-    """Answer to `ShareProposal`: from where on this rank can have other sizes; until the order it forms nothing there.
+    """Answer to `ShareProposal`: from where this rank can change sizes; it forms no batch there until the order.
 
     Attributes:
-        epoch: Of the loader.
-        step: The first step of which it has formed nothing, `EPOCH_START` for the beginning of the epoch.
-        batches: Batches of this rank in a step.
+        epoch: Epoch of the loader.
+        step: First step for which it has formed no batch, `EPOCH_START` for the beginning of the epoch.
+        batches: Batches of this rank per step.
         taken: Samples of the epoch in its batches before that step.
-        ahead: Pairs of a number of batches after that and the size from there on, as they are planned; the first is 0.
-        most: The most samples it can have in a batch, 0 where it knows no limit.
+        ahead: Planned sizes, as pairs: number of batches after that step, and batch size from there; the first is at 0.
+        most: Most samples it can have in a batch, 0 if it knows no limit.
     """
 
     kind: ClassVar[str] = "share_ready"
@@ -59,11 +59,11 @@ class ShareOrder(Message):
     """Batch sizes from a step on.
 
     Attributes:
-        accepted: Whether the proposal takes effect; else sizes stay as they are, and nothing below means anything.
+        accepted: Whether the proposal takes effect; otherwise sizes stay unchanged and the fields below mean nothing.
         shares: Samples of every rank, empty for equal batches.
-        epoch: Where it begins.
-        step: Likewise, `EPOCH_START` for the beginning of the epoch.
-        remaining: Samples of that epoch from there on; its last step divides what is then left in the same proportion.
+        epoch: Epoch in which it takes effect.
+        step: Step from which it takes effect, `EPOCH_START` for the beginning of the epoch.
+        remaining: Samples of that epoch from that step on; the last step divides its samples in the same proportion.
     """
 
     kind: ClassVar[str] = "share_order"
@@ -79,7 +79,7 @@ class ShareOrder(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class MemoryLimit(Message):
-    """A rank ran out of memory, and can have at most so many samples in a batch of a loader from here on."""
+    """A rank ran out of memory: from now on it can have at most `most` samples in a batch of a loader."""
 
     kind: ClassVar[str] = "memory_limit"
     loader: int

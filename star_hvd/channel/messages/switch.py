@@ -1,7 +1,7 @@
-"""Messages of switches between families of modes, of parameter servers, and of asynchronous steps.
+"""Messages for switches between families of modes, parameter servers, and asynchronous steps.
 
-A switch with a hand-over of the state: `PlanMessage` -> `Prepared` from all ranks -> `Commit` -> the old mode drains at
-an agreed step (by a header, or at the servers' last update) -> `PlanActive`.
+A switch that hands over the state: `PlanMessage` -> `Prepared` from all ranks -> `Commit` -> the old mode drains at an
+agreed step (by a header, or at the servers' last update) -> `PlanActive`.
 """
 
 from __future__ import annotations

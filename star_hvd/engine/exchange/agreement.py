@@ -1,6 +1,6 @@
-"""What the ranks agree on in band: the plan in force, the leader, its hyperparameters, equal replicas.
+"""What the ranks agree on in band: the plan in force, the leader, its hyperparameters, and that replicas are equal.
 
-Every rank reads the same header in the same step, so each decision here falls on all ranks alike.
+Every rank reads the same header in the same step, so every decision made here is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["Agreement"]
 
 
 class Agreement:
-    """`refusal`, `prepare`, `abandon` and `pin` are for any thread; the engine calls the others under its lock.
+    """Any thread may call `refusal`, `prepare`, `abandon` and `pin`; the engine calls the rest under its lock.
 
     Args:
         rank: This rank.
         plan: The first plan.
-        applier: Where hyperparameters and checksums are read.
-        listener: Is called at the end of steps, at switches and mismatches.
+        applier: Source of hyperparameters and checksums.
+        listener: Called at the end of steps, at switches and at mismatches.
         lock: The engine's, which is reentrant.
     """
 
@@ -39,12 +39,12 @@ class Agreement:
         self._lock = lock
         self._leader = 0
         self._row: tuple[float, ...] | None = None
-        self.mixed = False  # Whether ranks have ever contributed differently, so that they may be at different steps.
+        self.mixed = False  # Whether any step was incomplete or relaxed, so that ranks may be at different steps.
         self._checksum_round: int | None = None
-        self.checksum: tuple[int, int] = (-1, 0)  # A step and the checksum for it, where it was taken beforehand.
+        self.checksum: tuple[int, int] = (-1, 0)  # A step and its checksum, if it was computed beforehand.
 
     def refusal(self, plan: Plan) -> str | None:
-        """Why this rank cannot take a plan up, None where it can."""
+        """Return why this rank cannot adopt a plan, None if it can."""
         with self._lock:
             if plan.world_size != self.plan.world_size:
                 return f"the plan is for {plan.world_size} ranks, this job has {self.plan.world_size}"
@@ -53,7 +53,7 @@ class Agreement:
             return self.pinned if plan.relaxed else None
 
     def prepare(self, plan: Plan) -> str | None:
-        """Get ready for a plan and raise its flag in the next headers. A reason why not, or None."""
+        """Get ready for a plan and raise its flag in the next headers. Return why not, or None."""
         with self._lock:
             reason = self.refusal(plan)
             if reason is None:
@@ -62,11 +62,11 @@ class Agreement:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The ranks that reduce together now."""
+        """The ranks that currently reduce together."""
         return self.plan.members_or_all
 
     def resume(self, plan: Plan, step: int) -> None:
-        """Take up a plan that all ranks enter with a state handed over, as if nothing had been agreed before."""
+        """Adopt a plan that all ranks enter with a handed-over state, discarding earlier agreements."""
         self.plan = plan
         if self.prepared is not None and self.prepared.plan_id <= plan.plan_id:
             self.prepared = None
@@ -89,19 +89,19 @@ class Agreement:
                 self.prepared = None
 
     def layout_changed(self) -> None:
-        """The hyperparameters have a new layout, on all ranks in the same step."""
+        """Adapt to a new layout of the hyperparameters, which changes on all ranks in the same step."""
         self.codec = HeaderCodec(self.plan.world_size, self._applier.hyper.size)
         self._row = None
 
     def contribution(self, step: OpenStep, own_steps: int, *, fresh: bool, inactive: bool = False) -> Contribution:
-        """This rank's part of the header: flag, leadership, folds and, of a fresh rank, the checksum when due."""
+        """Return this rank's part of the header: flag, leadership, folds and, if fresh, the checksum when due."""
         item = Contribution(fresh=fresh, own_steps=own_steps)
-        # Two own steps first: what forbids relaxed modes (a GradScaler, sparse gradients) shows itself in the first.
+        # Wait for two own steps: whatever forbids relaxed modes (a GradScaler, sparse gradients) shows in the first.
         if self.prepared is not None and self._may_flag(self.prepared, own_steps, fresh=fresh, inactive=inactive):
             item.flag_plan_id_delta = self.prepared.plan_id - self.plan.plan_id
             step.flagged = self.prepared
         if self._leader == self.rank:
-            # A leader that is late after all repeats what was agreed last; its own values may have moved on.
+            # A leader that turns out late repeats the last agreed values; its own may have advanced.
             own_wanted = fresh or self._row is None
             item.hyper = self._applier.hyper.read(self._applier.optimizer.param_groups) if own_wanted else self._row
         item.folds = step.folded / max(1, len(step.buffers))
@@ -111,23 +111,23 @@ class Agreement:
         return item
 
     def checksum_due(self, number: int) -> bool:
-        """Whether the header of a step takes a checksum over the parameters along."""
+        """Whether the header of a step includes a checksum of the parameters."""
         return self._checksum_round == number and self.plan.mode != "local"
 
     def _may_flag(self, prepared: Plan, own_steps: int, *, fresh: bool, inactive: bool) -> bool:
         if own_steps < 2 and prepared.relaxed:
             return False
         if inactive and prepared.family != self.plan.family:
-            return False  # A training thread has to be there to enter another family; it comes back soon.
-        # A rank that brings the state into the next plan must have that of the step it begins with.
+            return False  # Entering another family needs the training thread, which will be back soon.
+        # A rank that supplies the next plan's initial state must have the state of the step it starts with.
         return fresh or prepared.family == self.plan.family or self.rank not in prepared.sources
 
     def read(self, step: OpenStep, header: Header, mean_sqr: float) -> tuple[float, ...] | None:
-        """Act on a reduced header, in the order of the steps.
+        """Act on a reduced header. Headers are read in step order.
 
         Returns:
-            The hyperparameters to apply the step with: the leader's as soon as ranks have ever contributed
-            differently, else None, each rank's own as in Horovod.
+            The hyperparameters to apply the step with: the leader's once any step has been incomplete or relaxed, else
+            None, so that each rank uses its own as in Horovod.
         """
         row = self.row_of(header)
         if header.hyper is not None:
@@ -141,7 +141,7 @@ class Agreement:
         return row
 
     def row_of(self, header: Header) -> tuple[float, ...] | None:
-        """The hyperparameters that `read` will return for a header."""
+        """Return the hyperparameters that `read` will return for a header."""
         if not self._mixed_by(header):
             return None
         return header.hyper if header.hyper is not None else self._row
@@ -153,13 +153,13 @@ class Agreement:
         delta = header.agreed_plan_id_delta(len(self.members))
         if delta is None:
             return
-        # All members raised the flag for this plan in this step, so all of them take it up now, even if it has
-        # been abandoned or followed by a newer one while the step was in flight.
+        # All members raised this plan's flag in this step, so all of them adopt it now, even if it was abandoned or
+        # superseded while the step was in flight.
         flagged = step.flagged
         assert flagged is not None and flagged.plan_id - self.plan.plan_id == delta
         self.plan = flagged
         if flagged.family != "all_ranks":
-            self.mixed = True  # From now on ranks are at different steps, and nothing more is read here.
+            self.mixed = True  # From now on ranks are at different steps, and no more headers are read here.
         if self.prepared is not None and self.prepared.plan_id <= flagged.plan_id:
             self.prepared = None
         self._checksum_round = step.number + 1

@@ -1,11 +1,11 @@
-"""When a step's header leaves: within backward, with the last bucket, or alone.
+"""Decide when a step's header is sent: within backward, with the last bucket, or alone.
 
-The header travels behind the weight of the last bucket where it can, the one backward fills last: a tensor of its own
-would often miss Horovod's cycle of 1 ms that took the bucket. Where all ranks wait for each other the header is claimed
-as soon as the whole gradient is there, so that the reduction goes on beside whatever the program does between
-`backward` and `step`. Where steps close without late ranks (`partial`) it is claimed on arrival, and the last bucket
-waits for it, but not for long: a rank whose program works there says so in its header, and as all ranks read it in the
-same step, in the next one the header travels alone on all of them.
+If possible, the header travels behind the weight of the last bucket, the one backward fills last; a separate tensor
+would often miss the 1 ms Horovod cycle that took the bucket. Where all ranks wait for each other, the header is
+claimed as soon as the gradient is complete, so that the reduction overlaps whatever the program does between
+`backward` and `step`. Where steps close without late ranks (`partial`), it is claimed on arrival, and the last bucket
+waits for it. To keep that wait short, a rank whose program does work there reports it in its header; all ranks read
+that in the same step, and from the next step on all send the header alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from star_hvd.engine.header import Header
 __all__ = ["HeaderTiming"]
 
 _HEADER_WAIT_S = 0.002
-"""Two of Horovod's cycles. The way from the last hook through `backward` into `step` takes a tenth of it."""
+"""Two of Horovod's cycles. From the last hook through `backward` into `step` takes a tenth of that."""
 
 
 class HeaderTiming:
@@ -29,43 +29,43 @@ class HeaderTiming:
         clock: The time in seconds; only differences count.
 
     Attributes:
-        alone: The header of the step to come travels as a tensor of its own.
+        alone: Whether the next step's header travels as a separate tensor.
     """
 
     def __init__(self, early_after_steps: int, clock: Callable[[], float]) -> None:
         self.alone = False
         self._early_after_steps = early_after_steps
         self._clock = clock
-        self._whole_at_s: float | None = None  # When the carrier's gradient of this step was whole.
-        self._waited = 0  # Steps in a row in which it then waited for the header.
-        self._complete_run = 0  # Steps in a row with the fresh gradients of all members.
+        self._whole_at_s: float | None = None  # When the carrier's gradient of this step was complete.
+        self._waited = 0  # Consecutive steps in which it then waited for the header.
+        self._complete_run = 0  # Consecutive steps with fresh gradients of all members.
 
     def may_be_early(self, plan: Plan, *, mixed: bool) -> bool:
         """Whether a header may leave before the training thread arrives.
 
-        Where steps close without late ranks the header goes with the arrival, which the coordinator counts. Else it may
-        go early as long as helpers have nothing to do: what they replay must be known to be replayable.
+        Where steps close without late ranks, the header marks the arrival, which the coordinator counts, so it may not.
+        Elsewhere it may while helpers have nothing to do, since whether a step can be replayed must be known in time.
         """
         if plan.may_close or plan.mode == "local":
             return False
         return not mixed or self._complete_run >= self._early_after_steps
 
     def carrier_is_whole(self) -> None:
-        """The gradient of the bucket that carries the header is there."""
+        """Note that the gradient of the bucket that carries the header is complete."""
         self._whole_at_s = self._clock()
 
     def waits(self) -> bool:
-        """Whether it was there long before the header, which leaves now, in this step and the one before."""
+        """Whether the carrier was complete long before the header, which leaves now, in this and the previous step."""
         whole_at_s, self._whole_at_s = self._whole_at_s, None
         waited = whole_at_s is not None and self._clock() - whole_at_s > _HEADER_WAIT_S
         self._waited = self._waited + 1 if waited else 0
         return self._waited >= 2
 
     def read(self, header: Header, *, complete: bool) -> None:
-        """Act on a reduced header."""
+        """Update from a reduced header."""
         self.alone = header.waited
         self._complete_run = self._complete_run + 1 if complete else 0
 
     def restart(self) -> None:
-        """Another plan is in force. A rank that joins has not read the last headers: all begin alike."""
+        """Reset for a new plan: a joining rank has not read the last headers, so all ranks start alike."""
         self.alone, self._complete_run = False, 0

@@ -17,7 +17,7 @@ __all__ = ["LateGradients", "damping_factor"]
 
 
 def damping_factor(plan: Plan, staleness: int) -> float:
-    """Weight of a late gradient: 1 / (1 + staleness) (DynSGD, Jiang et al., SIGMOD'17), 1, or 0 past the bound."""
+    """Weight of a late gradient: 1 / (1 + staleness) (DynSGD, Jiang et al., SIGMOD'17), or 1; 0 past the bound."""
     if staleness > plan.max_staleness:
         return 0.0
     return damping(plan, staleness, plan.world_size)
@@ -26,13 +26,13 @@ def damping_factor(plan: Plan, staleness: int) -> float:
 @dataclass(slots=True)
 class _Kept:
     flat: torch.Tensor  # w * g, then w.
-    computed_on: int  # Oldest parameters behind it.
-    weight: float  # w, known without a look at the device.
-    fence: Fence  # Behind what wrote `flat`.
+    computed_on: int  # Step of the oldest parameters behind it.
+    weight: float  # w, known without reading it from the device.
+    fence: Fence  # Behind the work that wrote `flat`.
 
 
 class LateGradients:
-    """At most one kept gradient per bucket; a second one is added to it and counts as old as the older.
+    """Keeps at most one gradient per bucket; a second is added to it, and the sum counts as old as the older one.
 
     Args:
         buckets: The optimizer's buckets.
@@ -48,11 +48,11 @@ class LateGradients:
 
     @property
     def pending_weight(self) -> float:
-        """Weight that waits, averaged over the buckets."""
+        """Weight of the kept gradients, averaged over the buckets."""
         return sum(kept.weight for kept in self._kept.values()) / max(1, len(self._buckets))
 
     def keep(self, bucket: Bucket, weight: float, computed_on: int) -> None:
-        """Keep the gradient that is in `bucket.flat`, computed on the parameters of step `computed_on`."""
+        """Keep the gradient in `bucket.flat`, computed on the parameters of step `computed_on`."""
         flat = bucket.flat.clone()
         if weight != 1.0:
             flat[:-1].mul_(weight)
@@ -60,9 +60,9 @@ class LateGradients:
         self.keep_whole(bucket, flat, computed_on, weight)
 
     def keep_whole(self, bucket: Bucket, flat: torch.Tensor, computed_on: int, weight: float) -> None:
-        """Keep `flat`, gradients times weight and the weight, which belongs to this object from now on.
+        """Keep `flat` (gradients times weight, then the weight), which belongs to this object from now on.
 
-        The calling thread has made it, or has ordered itself behind the thread that did.
+        The calling thread has created it, or has ordered itself behind the thread that did.
         """
         older = self._kept.get(bucket.index)
         if older is None:
@@ -74,24 +74,24 @@ class LateGradients:
             older.fence = self._streams.give_one(KEPT, older.flat)
 
     def drop_all(self) -> None:
-        """Give up everything that waits, and count it."""
+        """Drop all kept gradients, and count them."""
         if self._kept:
             self._counters.dropped_weight += self.pending_weight
             self._counters.drops += 1
             self._kept.clear()
 
     def fold(self, bucket: Bucket, flat: torch.Tensor, step: int, plan: Plan, *, count: bool = True) -> bool:
-        """Add what is kept for a bucket to `flat`, damped by its staleness in step `step`.
+        """Add the gradient kept for a bucket to `flat`, damped by its staleness in step `step`.
 
         Args:
             bucket: The bucket.
-            flat: What it joins.
+            flat: The buffer it is added to.
             step: The step.
             plan: The plan in force.
-            count: Whether it counts as applied, because `flat` is sure to be in a step.
+            count: Whether to count it as applied, because `flat` is certain to be in a step.
 
         Returns:
-            Whether something was folded; a gradient past the bound is dropped and counted instead.
+            Whether something was folded; a gradient past the staleness bound is dropped and counted instead.
         """
         kept = self._kept.pop(bucket.index, None)
         if kept is None:

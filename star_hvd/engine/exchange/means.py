@@ -1,4 +1,4 @@
-"""The mean of a reduced bucket, and the gradient norms from which the noise scale is computed."""
+"""Compute the mean of a reduced bucket, and the gradient norms behind the noise scale."""
 
 from __future__ import annotations
 
@@ -10,61 +10,61 @@ __all__ = ["LocalNorm", "divide", "norm"]
 
 
 def norm(flat: torch.Tensor) -> torch.Tensor:
-    """Norm of a flat buffer's gradients, accumulated in float32 at least."""
+    """Return the norm of a flat buffer's gradients, accumulated in float32 or wider."""
     wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
     found: torch.Tensor = torch.linalg.vector_norm(flat[:-1], dtype=wide)
     return found
 
 
 def divide(flat: torch.Tensor, streams: Streams, ranks: int) -> torch.Tensor:
-    """Turn a summed buffer, weight last, into the mean times `ranks`, in place; without a look at a device."""
+    """Turn a summed buffer (weight last) into the mean times `ranks`, in place, without reading from a device."""
     if streams.queues(flat):
         whole = flat[-1:] / ranks
         flat[:-1].div_(torch.where(whole == 0, torch.ones_like(whole), whole))
         return flat
     factor = float(flat[-1]) / ranks
-    if factor not in (0.0, 1.0):  # Where no rank gave anything, the sum stays zero.
+    if factor not in (0.0, 1.0):  # If no rank contributed a gradient, the sum stays zero.
         flat[:-1].div_(factor)
     return flat
 
 
 class LocalNorm:
-    """Squared norm of this rank's own gradient, taken every few steps.
+    """Squared norm of this rank's own gradient, measured every few steps.
 
     `add`, `take` and `clear` are called under the engine's lock, `read` by the training thread without it.
 
     Args:
-        streams: Of the buffers' devices.
-        interval_steps: Every how many steps it is taken.
+        streams: Streams of the buffers' devices.
+        interval_steps: Steps from one measurement to the next.
 
     Attributes:
-        sqr: What is known of it so far in the current step.
+        sqr: The sum so far in the current step.
     """
 
     def __init__(self, streams: Streams, interval_steps: int) -> None:
         self.sqr = 0.0
         self._streams = streams
         self._interval_steps = interval_steps
-        self._queued: list[tuple[torch.Tensor, Fence]] = []  # On devices.
+        self._queued: list[tuple[torch.Tensor, Fence]] = []  # Still on devices.
 
     def due(self, step: int) -> bool:
-        """Whether it is taken in a step."""
+        """Whether it is measured in a step."""
         return step % self._interval_steps == 0
 
     def add(self, flat: torch.Tensor) -> None:
-        """A bucket is whole; where the host would wait for its norm, `read` does so later."""
+        """Add a complete bucket; if the host would have to wait for its norm, `read` adds it later."""
         if self._streams.queues(flat):
             self._queued.append((norm(flat), self._streams.give_one(NORM, flat)))
         else:
             self.sqr += float(norm(flat)) ** 2
 
     def take(self) -> list[tuple[torch.Tensor, Fence]]:
-        """What is to be read from devices."""
+        """Return and clear the norms that are still on devices."""
         queued, self._queued = self._queued, []
         return queued
 
     def read(self, queued: list[tuple[torch.Tensor, Fence]]) -> None:
-        """Wait for the devices and add what `take` gave."""
+        """Wait for the devices and add the norms that `take` returned."""
         for found, fence in queued:
             fence.order(found)
         if queued:
@@ -72,6 +72,6 @@ class LocalNorm:
             self.sqr += sum(float(found) ** 2 for found, _ in queued)
 
     def clear(self) -> None:
-        """Another gradient begins."""
+        """Start over for another gradient."""
         self.sqr = 0.0
         self._queued.clear()

@@ -1,7 +1,7 @@
-"""What travels of a step: buckets and header are submitted to the plan's collective; means and header are read back.
+"""Send and receive a step: submit buckets and header to the plan's collective, and read means and header back.
 
-Who may submit what, and when, is the claim rule of `step_engine.py`; nothing here knows of it. The last bucket that has
-room for it carries the header behind its weight.
+Which thread may submit what, and when, is decided by the claim rule in `step_engine.py`. The last bucket, if it has
+room, carries the header behind its weight.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ __all__ = ["StepExchange"]
 
 
 class StepExchange:
-    """Not thread-safe: the engine calls it under its lock; `read` and `mean` are for a step's owner, without the lock.
+    """The engine calls this under its lock, except `read` and `mean`, which a step's owner calls without the lock.
 
     Args:
-        applier: Has the buckets.
+        applier: Holds the buckets.
         agreement: The plan in force and the header's layout.
-        late: Late gradients are folded into what is submitted.
-        timing: When the header leaves, and whether alone.
+        late: Late gradients, folded into what is submitted.
+        timing: When the header is sent, and whether alone.
         wire: How gradients travel.
         collective: Reduces tensors over all ranks.
-        collective_of: Gives the collective of a subgroup's members; the process set must exist.
-        prefix: Names of the collectives start with it.
-        mean_factor: The result is the mean times this.
+        collective_of: Returns the collective of a subgroup's members; the process set must exist.
+        prefix: Prefix of the collectives' names.
+        mean_factor: Results are the mean times this.
 
     Attributes:
-        collective: That of the plan in force.
+        collective: The collective of the plan in force.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StepExchange:
         wire.begin(applier.streams, agreement.rank, agreement.plan.world_size)
 
     def choose_carrier(self) -> None:
-        """Make room for the header behind the last bucket; the contents of its buffer are lost."""
+        """Reserve room for the header behind the last bucket; the contents of that buffer are lost."""
         for bucket in self._applier.buckets:
             if bucket.tail:
                 bucket.carry(0)
@@ -80,7 +80,7 @@ class StepExchange:
             self._carrier.carry(self._agreement.codec.size)
 
     def plan_taken(self) -> None:
-        """Use the collective of the plan in force."""
+        """Switch to the collective of the newly plan in force."""
         self._timing.restart()
         self._wire.restart()
         plan = self._agreement.plan
@@ -93,7 +93,7 @@ class StepExchange:
     # ---- out ------------------------------------------------------------------------------------------------
 
     def submit_fresh(self, step: OpenStep, bucket: Bucket, weight: float) -> None:
-        """Submit this rank's own gradient of a bucket, which is whole in the bucket's `flat`."""
+        """Submit this rank's own gradient of a bucket, which is complete in the bucket's `flat`."""
         flat = bucket.flat
         if weight != 1.0:
             flat[:-1].mul_(weight)
@@ -103,27 +103,27 @@ class StepExchange:
         self._submit(step, bucket, flat, given=weight != 0.0)
 
     def submit_proxy(self, step: OpenStep, bucket: Bucket) -> None:
-        """Submit zeros for a bucket, with what was kept for it."""
+        """Submit zeros for a bucket, plus any late gradient kept for it."""
         self._submit(step, bucket, bucket.new_flat(), given=False)
 
     def _submit(self, step: OpenStep, bucket: Bucket, flat: torch.Tensor, *, given: bool) -> None:
-        """Submit `flat`, with what was kept for the bucket folded in; `given`: there is a gradient in it already."""
+        """Submit `flat`, with the kept late gradient folded in; `given`: it already holds a gradient."""
         folded = self._late.fold(bucket, flat, step.number, self._agreement.plan)
         step.folded += folded
         reduced_buffer = self._wire.encode(bucket, flat, given=folded or given)
         step.buffers[bucket.index], step.reduced_buffers[bucket.index] = flat, reduced_buffer
         if bucket is self._carrier and self._timing.alone and self._wire.has_tail:
-            reduced_buffer[-bucket.tail :].zero_()  # What is left of an earlier header.
+            reduced_buffer[-bucket.tail :].zero_()  # Clear an earlier header.
         if bucket is not self._carrier or self._header_alone:
             step.handles[bucket.index] = self._start(self._wire.name(bucket), reduced_buffer)
 
     def submit_average(self, step: OpenStep, bucket: Bucket, average: torch.Tensor) -> None:
-        """`local`: submit this rank's part of an average, as `Bucket.new_average`."""
+        """`local`: submit this rank's part of an average, laid out as by `Bucket.new_average`."""
         step.buffers[bucket.index] = step.reduced_buffers[bucket.index] = average
         step.handles[bucket.index] = self._start(f"a{bucket.index}", average)
 
     def submit_header(self, step: OpenStep, item: Contribution, averaging: Averaging | None) -> None:
-        """Submit the header, behind the carrier where there is one, and what is averaged besides the parameters."""
+        """Submit the header, behind the carrier if there is one, and the extra tensors that `averaging` averages."""
         codec, name = self._agreement.codec, "h"
         if self._carrier is None or self._header_alone or self._agreement.plan.mode == "local":
             whole = step.header = torch.zeros(codec.size, dtype=torch.float32, device="cpu")
@@ -144,17 +144,17 @@ class StepExchange:
 
     @property
     def _header_alone(self) -> bool:
-        """Whether the header of the step to come travels as a tensor of its own, though there is a carrier."""
+        """Whether the next step's header travels as a separate tensor although there may be a carrier."""
         return self._timing.alone or not self._wire.has_tail
 
     # ---- back -----------------------------------------------------------------------------------------------
 
     def all_ended(self, step: OpenStep) -> bool:
-        """Whether all operations of a step have ended; nothing is collected."""
+        """Whether all operations of a step have ended; collects nothing."""
         return all(self.collective.poll(handle) for handle in step.all_handles())
 
     def collect(self, step: OpenStep) -> bool:
-        """Collect what has ended, for the helper. Whether all has."""
+        """Collect the operations that have ended, for the helper. Return whether all have."""
         if not step.waiting:
             step.waiting.extend(step.all_handles())
         while step.waiting and self.collective.poll(step.waiting[0]):
@@ -162,12 +162,12 @@ class StepExchange:
         return not step.waiting
 
     def header(self, step: OpenStep) -> Header:
-        """The reduced header, which was collected."""
+        """Decode the reduced header, which must have been collected."""
         assert step.header is not None
         return self._agreement.codec.read(step.header.numpy())
 
     def mean(self, step: OpenStep, bucket: Bucket) -> torch.Tensor:
-        """The mean of a bucket, which was collected; in place."""
+        """Compute the mean of a collected bucket, in place."""
         if (made := step.means.get(bucket.index)) is not None:
             return made
         flat, reduced_buffer = step.buffers[bucket.index], step.reduced_buffers[bucket.index]
@@ -179,11 +179,11 @@ class StepExchange:
         return mean
 
     def read(self, step: OpenStep) -> tuple[Header, list[torch.Tensor], float]:
-        """Header, means and, when sampled, their squared norm. The host may wait for the device here."""
+        """Return header, means and their squared norm (NaN if not sampled). The host may wait for the device here."""
         header = self.header(step)
         means = [self.mean(step, bucket) for bucket in self._applier.buckets]
         self._wire.decoded()
-        # Noise is of whole gradients.
+        # The noise scale needs lossless gradients, and a norm from every member.
         if self._wire.lossy or header.local_count != len(self._agreement.members):
             return header, means, math.nan
         norms = [norm(mean) for mean in means]

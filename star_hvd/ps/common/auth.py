@@ -30,7 +30,7 @@ _KEY_BYTES = 40
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server listens: host, port, and its public key; on a Unix socket its path, 0 and no key."""
+    """Where a server listens: host, port and public key; for a Unix socket its path, port 0 and no key."""
 
     host: str
     port: int
@@ -110,7 +110,7 @@ class Door:
         return self._watch.denied
 
     def expect(self, peers: int) -> None:
-        """So many of the job's own may come at once; see `DoorWatch.expect`."""
+        """Allow `peers` of the job's own connections at once; see `DoorWatch.expect`."""
         self._watch.expect(peers)
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class Door:
 
 
 def connect(context: zmq.Context[Any], key: JobKey, endpoint: Endpoint, identity: bytes) -> zmq.Socket[Any]:
-    """A DEALER connected to a server under `identity`; ZeroMQ reconnects it."""
+    """Return a DEALER connected to a server under `identity`; ZeroMQ reconnects it."""
     dealer: zmq.Socket[Any] = context.socket(zmq.DEALER)
     set_limits(dealer, MAX_MESSAGE_BYTES)
     dealer.linger = 500

@@ -1,4 +1,4 @@
-"""Shared by the process that forks servers (`forker`), its owner and the servers: reports, process name, lifetime."""
+"""Reports, process name and lifetime: shared by the process that forks servers (`forker`), its owner and servers."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SERVER_NAME = "star-ps-server"  # As `ps -o comm` shows it.
 
 
 def end_with_parent(parent: int) -> bool:
-    """Have the kernel kill this process when the thread that started it ends; False if `parent` is gone already.
+    """Have the kernel kill this process when the thread that started it ends. Return False if `parent` is gone already.
 
-    A closed socket shows that too, but only to a process that reads it, not to one that is stopped or busy.
+    A closed socket also shows that end, but only to a process that reads it, not to a stopped or busy one.
     """
     if sys.platform == "linux":
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -2,9 +2,8 @@
 
 A chunk is a contiguous range of one bucket and the unit of updates and messages; a piece is a slice of one parameter
 inside a chunk. Elementwise optimizers allow cuts anywhere; for all others a chunk holds whole tensors. Chunks are
-assigned by size, the largest first to the server with the fewest bytes; where buckets travel one by one, so that every
-bucket is on as many servers as possible: one that all ranks push to a single server at once waits for that server's
-link.
+assigned largest first, each to the server with the fewest bytes. If buckets are sent one by one, each is instead spread
+over as many servers as possible: a bucket that all ranks push to one server at once waits for that server's link.
 """
 
 from __future__ import annotations
@@ -36,12 +35,13 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
 )
 _ALIGN = 64
-"""Cuts inside a parameter are at multiples of this many elements: a kernel's vector loop and its scalar remainder then
-fall on the same elements as without the cut, and results stay equal bit for bit."""
+"""Parameters are cut at multiples of this many elements: a kernel's vector loop and its scalar remainder then cover the
+same elements as without the cut, and results stay bitwise equal."""
 
 _LEAST_PART_BYTES = 128 * 1024
-"""A bucket is not cut further to have a part on every server. Measured once, 8 buckets, 4 hosts at 200 Mbit/s on two
-cores: an update took 754 ms with parts of 312 KB, 786 ms in 1 MiB chunks; 150 ms with parts of 31 KB, 138 ms whole."""
+"""A bucket is not cut into smaller parts only to be on every server. Measured once with 8 buckets and 4 hosts at 200
+Mbit/s on two cores: an update took 754 ms with parts of 312 KB and 786 ms with 1 MiB chunks; for smaller buckets, 150
+ms with parts of 31 KB and 138 ms uncut."""
 
 _MOST_ELEMENTS, _MOST_SERVERS = 1 << 42, 1 << 16
 
@@ -49,7 +49,7 @@ State = dict[str, Any]
 
 
 class LayoutError(ValueError):
-    """A model or an optimizer that servers do not support; the message says why and what to do."""
+    """Servers do not support this model or optimizer; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Piece:
         param: Position of the parameter in the order of the buckets.
         start, stop: Elements of the parameter, in row-major order.
         group: Its parameter group.
-        shape: Shape on the server: the parameter's own where the piece is all of it, else one dimension.
+        shape: Shape on the server: the parameter's own if the piece is all of it, otherwise one dimension.
     """
 
     param: int
@@ -104,7 +104,7 @@ class Chunk:
 class BucketLayout:
     """A bucket: its dtype, and per parameter its shape, group and order of dimensions in memory.
 
-    The orders are not sent to servers: other orders than row-major are allowed for elementwise optimizers only.
+    The orders are not sent to servers: orders other than row-major are allowed for elementwise optimizers only.
     """
 
     dtype: torch.dtype
@@ -125,7 +125,7 @@ class Layout:
     Attributes:
         buckets: The buckets, in the optimizer's order.
         chunks: The chunks, in order of bucket and position.
-        n_servers: Number of shards; some have nothing where there are more of them than chunks.
+        n_servers: Number of shards; some are empty if there are more shards than chunks.
         device_type: Where the workers' parameters live, `cuda` for example.
     """
 
@@ -155,7 +155,7 @@ class Layout:
             base_class: The user's optimizer class.
             n_servers: Number of shards.
             chunk_bytes: Largest size of a chunk; a tensor that cannot be cut may exceed it.
-            each_spread: Whether each bucket by itself is spread over the servers.
+            each_spread: Whether each bucket is spread over the servers separately.
 
         Raises:
             LayoutError: Servers cannot run this optimizer or hold these parameters.
@@ -198,7 +198,7 @@ class Layout:
 
     @property
     def orders(self) -> list[tuple[int, ...]]:
-        """Per parameter, in the order of the buckets, its dimensions from the outermost in memory to the innermost."""
+        """Per parameter, in the order of the buckets: its dimensions in memory, outermost first."""
         return [order for bucket in self.buckets for order in bucket.orders]
 
     def dtype(self, chunk: Chunk) -> torch.dtype:
@@ -210,7 +210,7 @@ class Layout:
         return chunk.numel * self.dtype(chunk).itemsize
 
     def of_server(self, index: int) -> tuple[Chunk, ...]:
-        """The chunks of a shard."""
+        """Return the chunks of a shard."""
         return tuple(chunk for chunk in self.chunks if chunk.server == index)
 
     @property
@@ -256,7 +256,7 @@ class Layout:
         return found
 
     def join_params(self, flats: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """Parameters in their shapes, in the order of the buckets.
+        """Return the parameters in their shapes, in the order of the buckets; the inverse of `cut_params`.
 
         Args:
             flats: The flat tensor of every chunk, by its index.
@@ -359,7 +359,7 @@ def _dtype(name: Any) -> torch.dtype:
 
 
 def _check_layout(layout: Layout) -> None:
-    """Check a received layout for consistency, because memory is allocated and written by its numbers."""
+    """Check a received layout for consistency, because its numbers control allocations and writes."""
     numbers = [layout.n_servers, *(n for b in layout.buckets for n in (*b.groups, *(k for s in b.shapes for k in s)))]
     for chunk in layout.chunks:
         numbers += [chunk.bucket, chunk.start, chunk.stop, chunk.server]
@@ -384,12 +384,12 @@ def _check_layout(layout: Layout) -> None:
 
 
 def elementwise(base: type[torch.optim.Optimizer]) -> bool:
-    """Whether a step treats every element independently; not assumed of subclasses."""
+    """Return whether a step treats every element independently; not assumed of subclasses."""
     return base in _ELEMENTWISE
 
 
 def class_path(base: type[torch.optim.Optimizer]) -> str:
-    """`module:name` by which a server imports the class.
+    """Return `module:name`, by which a server imports the class.
 
     Raises:
         LayoutError: Another process cannot import it, or servers cannot run it.
@@ -408,7 +408,7 @@ def class_path(base: type[torch.optim.Optimizer]) -> str:
 
 
 def load_class(path: str) -> type[torch.optim.Optimizer]:
-    """The class named by `class_path`.
+    """Return the class named by `class_path`.
 
     Raises:
         LayoutError: It cannot be imported.
@@ -447,7 +447,7 @@ def _order_in_memory(param: torch.Tensor) -> tuple[int, ...]:
 
 
 def _from_memory(flat: torch.Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> torch.Tensor:
-    """A flat tensor in memory order viewed as `shape`, without a copy."""
+    """View a flat tensor, in memory order, as `shape` without a copy."""
     inverse = sorted(range(len(order)), key=order.__getitem__)
     return flat.view([shape[dim] for dim in order]).permute(inverse)
 
@@ -488,7 +488,7 @@ def _cut(bucket: BucketLayout, first: int, capacity: int) -> Iterator[tuple[Piec
 
 
 def _whole(bucket: BucketLayout, first: int, capacity: int) -> Iterator[tuple[Piece, ...]]:
-    """Yield whole tensors, as many per chunk as fit into `capacity` elements."""
+    """Yield chunks of whole tensors, as many in each as fit into `capacity` elements."""
     filled, pieces = 0, list[Piece]()
     for number, (shape, group) in enumerate(zip(bucket.shapes, bucket.groups, strict=True)):
         numel = math.prod(shape)
@@ -514,7 +514,7 @@ def _spread(sizes: Sequence[int], n_servers: int) -> list[int]:
 
 
 def _spread_each(buckets: Sequence[int], sizes: Sequence[int], n_servers: int) -> list[int]:
-    """Assign a server to every size: bucket by bucket, largest first to one with the fewest chunks of that bucket."""
+    """Assign a server to every size, per bucket: largest first to the server with the fewest chunks of that bucket."""
     loads, chosen = [0] * n_servers, [0] * len(sizes)
     for bucket in sorted(set(buckets)):
         heap = [(0, load, server) for server, load in enumerate(loads)]

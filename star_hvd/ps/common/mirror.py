@@ -1,8 +1,8 @@
 """Memory that outlives a server: the last consistent state of every chunk, in anonymous memory its owner holds open.
 
-Every record has two slots. The older one is marked empty, filled, and marked with the next number, so one of the two
-is complete whenever the server is killed. The memory has no name, so nothing is left behind, and the size of /dev/shm
-(64 MB in a container) does not limit it.
+Every record has two slots. A write marks the older slot empty, fills it, and marks it with the next number, so one of
+the two is complete whenever the server is killed. The memory has no name, so nothing is left behind, and the size of
+/dev/shm (64 MB in a container) does not limit it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TAG_AT = 24
 
 
 def new_memory() -> int:
-    """A file descriptor of empty anonymous memory (memfd), or of an unlinked file where the system has no memfd."""
+    """Return a file descriptor of empty anonymous memory (memfd), or of an unlinked file if there is no memfd."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("star-ps")
     descriptor, path = tempfile.mkstemp(prefix="star-ps-")
@@ -54,19 +54,20 @@ class Mirror:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing that was written is being sent any more."""
+        """Whether none of the written memory is still being sent."""
         return all(lent.free() for lent in self._lent.values())
 
     @property
     def size_bytes(self) -> int:
-        """Of the memory behind it."""
+        """Size of the memory in bytes."""
         return os.fstat(self._fd).st_size
 
     def write(self, entry: int, record: Record) -> Lent:
         """Replace a record; a reader sees the old one or the new one, never a mixture.
 
         Returns:
-            The bytes of the record's first tensor there, unchanged until the next write but one and while being sent.
+            The bytes of the record's first tensor in this memory; they stay unchanged while being sent, and at least
+            until the second further write of this record.
         """
         slots = [self._slot(entry, 0), self._slot(entry, 1)]
         which = 0 if slots[0][3] <= slots[1][3] else 1
@@ -81,7 +82,7 @@ class Mirror:
         return self._lent[offset]
 
     def _free(self, entry: int, slots: list[Any], current: int, need: int) -> tuple[int, int]:
-        """A region that neither holds the current record nor is being sent; a new one if there is none."""
+        """Return a region that neither holds the current record nor is being sent; allocate one if there is none."""
         known = self._places.setdefault(entry, {slot[0]: slot[1] for slot in slots if slot[1]})
         for offset, capacity in known.items():
             idle = offset not in self._lent or self._lent[offset].free()
@@ -92,7 +93,7 @@ class Mirror:
         return offset, capacity
 
     def read(self, entry: int) -> torch.Tensor | None:
-        """The bytes of the last complete record, not copied; None if there is none."""
+        """Return the bytes of the last complete record, not copied; None if there is none."""
         which = 0 if self._slot(entry, 0)[3] > self._slot(entry, 1)[3] else 1
         offset, capacity, length, tag = self._slot(entry, which)
         if not tag:

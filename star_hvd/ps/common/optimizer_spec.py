@@ -1,4 +1,4 @@
-"""Description of the user's optimizer without its parameters, as it is sent to servers."""
+"""Description of the user's optimizer without its parameters, as sent to servers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from star_hvd.ps.common.layout import LayoutError, class_path, load_class
 __all__ = ["OptimizerSpec", "RowReader"]
 
 _EXECUTION = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Options for how a step is executed, not for what it computes: those of a GPU do not apply on a server."""
+"""Options for how a step is executed, not for what it computes; a GPU's do not apply on a server."""
 
 
 def _plain(value: Any, where: str) -> list[Any]:
@@ -61,9 +61,9 @@ class OptimizerSpec:
 
         Args:
             base: The user's class.
-            param_groups: The groups as they are now.
+            param_groups: The current groups.
             hyper: The layout of the rows the workers will send. Entries that a scheduler added to the groups later
-                (`initial_lr`) are left out, because they are not in the rows.
+                (`initial_lr`) are left out, because the rows lack them.
 
         Raises:
             LayoutError: The class or a hyperparameter cannot be sent to another process.
@@ -105,7 +105,7 @@ class OptimizerSpec:
             raise LayoutError(f"an optimizer cannot be read: {type(error).__name__}: {str(error)[:200]}") from None
 
     def on_host(self) -> OptimizerSpec:
-        """A copy without the execution options of a GPU."""
+        """Return a copy without the execution options of a GPU."""
         host = {"fused": None, "foreach": None, "capturable": False}
         return OptimizerSpec(
             self.path, tuple({k: host.get(k, v) if k in host else v for k, v in group.items()} for group in self.groups)
@@ -148,7 +148,7 @@ class RowReader:
         return self._hyper.size
 
     def values(self, row: Sequence[float]) -> list[dict[str, Any]]:
-        """Hyperparameters of every group."""
+        """Return the hyperparameters of every group."""
         key = tuple(row)
         if self._last is None or self._last[0] != key:
             with self._hyper.applied(self._groups, key):

@@ -1,7 +1,7 @@
 """The socket between a rank and the server it owns: msgpack messages, with file descriptors as ancillary data.
 
-`send` never blocks. What the socket buffer does not take is queued, and written by a thread that exists only while
-something is queued. So a side that is frozen or busy never blocks the other one.
+`send` never blocks. Data that does not fit into the socket buffer is queued, and written by a thread that exists only
+while something is queued. So a frozen or busy side never blocks the other.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ Message = dict[str, Any]
 
 _LENGTH = struct.Struct("<Q")
 _READ_BYTES = 1 << 20
-_CHECK_S = 0.5  # Between two checks of the writer whether the pipe was closed.
+_CHECK_S = 0.5  # Interval at which the writer checks whether the pipe was closed.
 _MOST_BYTES = 64 << 20  # Unread bytes after which the other side counts as hung.
 _MOST_ADVISORY = 256
 
 
 class PipeFull(OSError):
-    """More than 64 MiB are queued that the other side has not read."""
+    """The other side has left more than 64 MiB of queued messages unread."""
 
 
 class _Item:
-    """A queued message; one given as a function takes no memory until it is written.
+    """A queued message; if given as a function, it takes no memory until it is written.
 
     Args:
         message: The message, or a function that returns it.
@@ -56,7 +56,7 @@ class _Item:
         self.sent = 0
 
     def make(self) -> None:
-        """Serialize the message if that is not done yet."""
+        """Serialize the message, unless that is already done."""
         if self._make is not None:
             self.data, self._make = _framed(self._make()), None
 
@@ -84,32 +84,32 @@ class Pipe:
         self._buffer = bytearray()
         self._descriptors: deque[int] = deque()
         self._received: deque[Message | None] = deque()
-        self._lock = ordered_lock("Pipe._lock")  # Guards the queue and writes; never held across a wait.
+        self._lock = ordered_lock("Pipe._lock")  # Guards the queue and writes; never held during a wait.
         self._queue: deque[_Item] = deque()
         self._writer: threading.Thread | None = None
         self._broken: OSError | None = None
         self._closed = False
 
     def fileno(self) -> int:
-        """For polling."""
+        """Return the socket's descriptor, for polling."""
         return self._socket.fileno()
 
     # ---- out ----------------------------------------------------------------------------------------------
 
     @property
     def writing(self) -> bool:
-        """Whether a thread writes what the socket did not take at once."""
+        """Whether a thread is writing what did not fit into the socket buffer."""
         return self._writer is not None and self._writer.is_alive()
 
     def send(
         self, message: Message | Callable[[], Message], descriptor: int | None = None, *, advisory: bool = False
     ) -> None:
-        """Send a message, now or once the other side has read the ones before; never blocks.
+        """Send a message, or queue it until the other side has read the earlier ones; never blocks.
 
         Args:
-            message: The message, or for large ones a function that returns it, called in any thread when it is written.
+            message: The message, or for a large one a function that returns it, called in any thread when written.
             descriptor: Sent with it; duplicated, so the caller keeps its own.
-            advisory: Drop the message where the other side has fallen behind in reading.
+            advisory: Drop the message if the other side has fallen behind in reading.
 
         Raises:
             PipeFull: The other side does not read.
@@ -131,7 +131,7 @@ class Pipe:
                 raise self._broken
 
     def _write(self) -> bool:
-        """Under the lock: write what the socket takes; whether the queue is empty."""
+        """Write what the socket accepts; the lock is held. Return whether the queue is empty."""
         try:
             while self._queue:
                 item = self._queue[0]
@@ -157,7 +157,7 @@ class Pipe:
         self._queue.clear()
 
     def _write_later(self) -> None:
-        """Thread: write as the other side reads, until nothing is queued."""
+        """Thread: write while the other side reads, until nothing is queued."""
         poller = select.poll()
         poller.register(self._socket.fileno(), select.POLLOUT)
         while True:
@@ -170,7 +170,7 @@ class Pipe:
     # ---- in -----------------------------------------------------------------------------------------------
 
     def receive(self) -> list[Message | None]:
-        """Block until data comes; the messages received, with None at the end when the other side is gone."""
+        """Block until data arrives. Return the messages received, with None at the end if the other side is gone."""
         if not self._received:
             self._read()
         found, self._received = list(self._received), deque()
@@ -198,7 +198,7 @@ class Pipe:
             self._received.append(None)
 
     def poll(self, seconds: float) -> bool:
-        """Wait for data to `receive`; whether some has come, which may be part of a message only."""
+        """Wait for data to `receive`. Return whether some has arrived, perhaps only part of a message."""
         if self._received:
             return True
         poller = select.poll()
@@ -209,7 +209,7 @@ class Pipe:
         return bool(poller.poll(max(0.0, 1e3 * seconds)))
 
     def wait(self, deadline_s: float, stopped: Callable[[], bool] = lambda: False) -> Message:
-        """The next message.
+        """Return the next message.
 
         Args:
             deadline_s: Longest wait.
@@ -229,14 +229,14 @@ class Pipe:
         return found
 
     def descriptor(self) -> int:
-        """The next descriptor received."""
+        """Return the next descriptor received."""
         return self._descriptors.popleft()
 
     def close(self, flush_s: float = 0.0) -> None:
         """Close this end and the received descriptors that were not taken.
 
         Args:
-            flush_s: Longest wait before that for the other side to read what is queued.
+            flush_s: Longest wait before closing for the other side to read what is queued.
         """
         limit_s = time.monotonic() + flush_s
         while self._queue and time.monotonic() < limit_s:

@@ -75,7 +75,7 @@ def make_record(
     applied: Mapping[int, int] | None = None,
     row: Sequence[float] | None = None,
 ) -> Record:
-    """A chunk's record; nothing is copied.
+    """Return a chunk's record; nothing is copied.
 
     Raises:
         ChannelError: The optimizer's state holds something other than tensors, numbers, strings and None.
@@ -101,7 +101,7 @@ def make_record(
 def read_record(
     data: torch.Tensor, like: torch.Tensor
 ) -> tuple[int, int, dict[int, int], list[float] | None, torch.Tensor, list[State]]:
-    """Version, order number, applied pushes, row, parameters and state per piece of a record, copied.
+    """Return a record's version, order number, applied pushes, row, parameters and state per piece, all copied.
 
     Args:
         data: The bytes.

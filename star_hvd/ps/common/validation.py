@@ -1,7 +1,7 @@
 """Checks of messages between workers, servers and their owner, before they change any state.
 
-A msgpack mapping may hold any types, and a wrong one would fail later, with half of the message applied. Every function
-here raises `ChannelError` with what was got and what was expected.
+A msgpack mapping may hold any types; a wrong one would fail later, when half of the message is applied. The functions
+here raise `ChannelError` with the value received and what was expected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_NOTES = 4096
 
 
 def is_whole(value: Any, least: int = 0, most: int = _MOST) -> bool:
-    """Whether a value is an int, not a bool, from `least` to `most`."""
+    """Return whether a value is an int, not a bool, from `least` to `most`."""
     return type(value) is int and least <= value <= most
 
 
@@ -57,7 +57,7 @@ def check_push(meta: Mapping[str, Any], row_size: int | None = None) -> None:
 
 
 def check_pull(meta: Mapping[str, Any]) -> None:
-    """Check a request for parameters: which version of them its rank has, and whether it wants none anyway."""
+    """Check a request for parameters: the version its rank already has, and whether it wants only an answer."""
     if not (meta.get("known") is None or is_whole(meta["known"])):
         raise _refuse("a request", "known", meta["known"], "a version or nothing")
     if not isinstance(meta.get("empty", False), bool):
@@ -65,7 +65,7 @@ def check_pull(meta: Mapping[str, Any]) -> None:
 
 
 def _is_row(row: Any, size: int | None) -> bool:
-    """Whether a value is a row of hyperparameters or None; infinite ones are allowed."""
+    """Return whether a value is a row of hyperparameters or None; infinite ones are allowed."""
     if row is None:
         return True
     return isinstance(row, list) and (size is None or len(row) == size) and all(map(_is_real, row))
@@ -151,7 +151,7 @@ def check_push_result(result: Mapping[str, Any]) -> None:
 
 
 def _is_note(note: Any) -> bool:
-    """Whether a value is the note of an update or of a dropped push."""
+    """Return whether a value is the note of an update or of a dropped push."""
     if not isinstance(note, dict) or not isinstance(ranks := note.get("ranks"), list) or not all(map(is_whole, ranks)):
         return False
     if note.get("kind") == "drop":

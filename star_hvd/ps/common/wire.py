@@ -80,7 +80,7 @@ class Header(NamedTuple):
 
 
 def pack(header: Header) -> bytes:
-    """A header as bytes."""
+    """Return a header as bytes."""
     return _LAYOUT.pack(_MAGIC, _PROTOCOL, *header)
 
 
@@ -105,7 +105,7 @@ def unpack(frame: Any) -> Header:
 
 
 def read_meta(frame: Any) -> dict[str, Any]:
-    """The msgpack mapping in a frame.
+    """Return the msgpack mapping in a frame.
 
     Raises:
         ChannelError: The frame is no msgpack mapping.
@@ -120,19 +120,19 @@ def read_meta(frame: Any) -> dict[str, Any]:
 
 
 def raw(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, not copied."""
+    """Return the bytes of a contiguous CPU tensor, not copied."""
     data: memoryview = tensor.detach().view(-1).view(torch.uint8).numpy().data
     return data
 
 
 def parts(size: int) -> Iterator[tuple[int, int]]:
-    """Begin and end of the parts in which a chunk of `size` bytes is sent."""
+    """Yield begin and end of the parts in which a chunk of `size` bytes is sent."""
     for begin in range(0, max(size, 1), PART_BYTES):
         yield begin, min(size, begin + PART_BYTES)
 
 
 class Lent:
-    """Memory lent to ZeroMQ for sending, maybe to several receivers; it must not change until `free`."""
+    """Memory lent to ZeroMQ for sending, possibly to several receivers; it must not change until `free`."""
 
     __slots__ = ("_frames", "_trackers", "data")
 
@@ -142,7 +142,7 @@ class Lent:
         self._trackers: list[zmq.MessageTracker] = []
 
     def frame(self, begin: int, end: int) -> zmq.Frame:
-        """A part as a ZeroMQ frame, not copied; the same frame for all receivers."""
+        """Return a part as a ZeroMQ frame, not copied; the same frame for all receivers."""
         if begin not in self._frames:
             frame = zmq.Frame(raw(self.data)[begin:end], copy=False, track=True)
             self._frames[begin] = frame
@@ -150,11 +150,11 @@ class Lent:
         return self._frames[begin]
 
     def drop(self) -> None:
-        """Send it to no further receiver; frames in flight stay valid."""
+        """Release the frames, as there are no further receivers; frames in flight stay valid."""
         self._frames.clear()
 
     def free(self) -> bool:
-        """Whether no frame of it is in flight any more."""
+        """Return whether none of its frames is still in flight."""
         self.drop()
         self._trackers = [tracker for tracker in self._trackers if not tracker.done]
         return not self._trackers
@@ -169,7 +169,7 @@ class Gathering:
         self._came = 0
 
     def add(self, offset: int, data: Any) -> torch.Tensor | None:
-        """Add a part; the complete chunk once nothing is missing, else None.
+        """Add a part. Return the complete chunk once nothing is missing, otherwise None.
 
         Raises:
             ChannelError: The part does not fit the chunk.
@@ -191,7 +191,7 @@ def _check_part(offset: int, length: int, size: int) -> None:
 
 
 class Assembly:
-    """A chunk received in several parts, in any order, maybe some of them twice."""
+    """A chunk received in several parts, in any order, possibly some of them twice."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -199,7 +199,7 @@ class Assembly:
         self._missing = {begin: end for begin, end in parts(size)}
 
     def add(self, offset: int, data: Any) -> bool:
-        """Copy a part to its place; whether the chunk is complete.
+        """Copy a part to its place. Return whether the chunk is complete.
 
         Raises:
             ChannelError: The part does not fit the chunk.

@@ -1,4 +1,4 @@
-"""Starts servers by forking a process (`forker`) that has imported torch already.
+"""Starts servers by forking from a process (`forker`) that has already imported torch.
 
 Importing torch takes seconds of CPU time, and a job blocks while one of its servers restarts. A fork takes milliseconds
 and shares the memory of the imported modules.
@@ -53,13 +53,13 @@ class Forked:
             self._has_handles = False
 
     def poll(self) -> int | None:
-        """Its exit status, None while it runs; never waits. Just after its end the status may be assumed as killed."""
+        """Return its exit status, None while it runs; never waits. Just after its end, -SIGKILL may be assumed."""
         if self.returncode is None and self._ended(0.0):
             return self._nursery.status_of(self.pid, 0.0)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
-        """Wait for its end; returns the exit status.
+        """Wait for its end and return the exit status.
 
         Raises:
             subprocess.TimeoutExpired: It still runs after `timeout` seconds.
@@ -85,7 +85,7 @@ class Forked:
         return bool(poller.poll(1e3 * seconds))
 
     def kill(self) -> None:
-        """Kill it; the pidfd makes sure that its id does not belong to another process by now."""
+        """Kill it, by pidfd if possible, since its id may belong to another process by now."""
         if self._handle is not None and self.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
@@ -149,7 +149,7 @@ class Nursery:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "star_hvd.ps.server.forker", str(os.getpid())]
         with theirs:
-            # At normal priority: at the lowest one a job of four ranks on two cores stalled more, not less.
+            # At normal priority: at the lowest, a job of four ranks on two cores stalled more, not less.
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=dict(self._environment()))
         self._socket, self._warm = mine, False
 
@@ -165,7 +165,7 @@ class Nursery:
         return self._started.popleft() if self._started else None
 
     def _read(self, seconds: float) -> None:
-        """Wait at most `seconds` for a report of the forker, and note it."""
+        """Wait at most `seconds` for a report from the forker, and note it."""
         end = self._socket
         if end is None:
             raise BrokenPipeError("the process that forks parameter servers was stopped")
@@ -183,7 +183,7 @@ class Nursery:
                 self._statuses[pid] = status
 
     def status_of(self, pid: int, seconds: float) -> int:
-        """Exit status of a server that has ended, after at most `seconds`; -SIGKILL where it is not known by then."""
+        """Return the exit status of an ended server, after at most `seconds`; -SIGKILL if it is unknown by then."""
         limit_s = time.monotonic() + seconds
         with contextlib.suppress(OSError, ValueError):  # The forker is gone.
             while pid not in self._statuses:

@@ -37,15 +37,15 @@ logger = logging.getLogger("star_hvd")
 
 Event = dict[str, Any]
 
-_THREADS = 1  # With which a server computes: ranks train on the same host.
-_CHECK_S = 0.25  # Between two checks of the process.
+_THREADS = 1  # A server's compute threads: ranks train on the same host.
+_CHECK_S = 0.25  # Interval of checks of the process.
 _IDLE_S = 60.0
 _KILL_S = 5.0  # A killed process is gone within this, unless the system itself hangs.
 
 
 @dataclass
 class _Opened:
-    """The orders of one session that a restarted server has to get again."""
+    """The orders of one session, to be resent to a restarted server."""
 
     message: dict[str, Any]
     layout: Layout
@@ -65,11 +65,11 @@ class ServerProcess:
     Args:
         rank: The owner, for messages.
         key: The job's keys.
-        host: Address under which the others reach this host, or a folder for a Unix socket.
+        host: Address at which the other ranks reach this host, or a folder for a Unix socket.
         on_event: Called on the supervising thread with a mapping: `event` is `ready`, `seeded`, `update` (`version`,
             `ranks`, `staleness`, `gradients`, `damped`, `loss`) or `drop` (`ranks`, `reason`), both left out while the
             owner does not keep up, `refused` (`plan_id`, `reason`), `cut` (`plan_id`, final `version`), `failed`
-            (`reason`) or `died` (`returncode`); all but `died` name `engine`, `session` and the shard's `index` where
+            (`reason`) or `died` (`returncode`); all but `died` name `engine`, `session` and the shard's `index` if
             they concern one. It must not block.
         mirror: Whether the server's state outlives it; without it `recover` starts from the seed.
         faults: For tests, see `Shard`.
@@ -88,7 +88,7 @@ class ServerProcess:
         self._rank, self._key, self._host = rank, key, host
         self._on_event = on_event or (lambda event: None)
         self._mirror, self._faults = mirror, faults
-        # Guards the following; never held across a blocking call.
+        # Guards the following; never held during a blocking call.
         self._changed = ordered_condition("ServerProcess._changed")
         self._opened: dict[tuple[int, int], _Opened] = {}
         self._process: Forked | None = None
@@ -97,7 +97,7 @@ class ServerProcess:
         self._wanted_s: float | None = None  # Deadline of a requested or running start.
         self._failure: DeadlineError | None = None
         self._stopping = False
-        self._nursery = Nursery(self._environment)  # Used by the thread alone, as the following.
+        self._nursery = Nursery(self._environment)  # This and the following: used only by the thread.
         self._patience = 1.0
         self._owner = os.getpid()
         self.endpoint: Endpoint | None = None
@@ -139,7 +139,7 @@ class ServerProcess:
         return self.ensure(deadline_s)
 
     def ensure(self, deadline_s: float) -> Endpoint:
-        """Start the process unless it runs, and wait until it listens. It gets all orders of its predecessor.
+        """Start the process unless it runs, with all its predecessor's orders, and wait until it listens.
 
         Raises:
             DeadlineError: It does not listen within `deadline_s`.
@@ -160,7 +160,7 @@ class ServerProcess:
             return self.endpoint
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """Stop the process, and kill it after `deadline_s`. Without effect in a forked child, which does not own it."""
+        """Stop the process; kill it after `deadline_s`. No effect in a forked child, which does not own it."""
         if os.getpid() != self._owner:
             return
         with self._changed:
@@ -215,7 +215,7 @@ class ServerProcess:
             self._changed.notify_all()
 
     def _launch(self, deadline_s: float) -> tuple[Forked, Pipe] | None:
-        """Start a process and send it its predecessor's orders; None where it does not listen in time."""
+        """Start a process and send it its predecessor's orders. Return None if it does not listen in time."""
         mine, theirs = socket.socketpair()
         try:
             with theirs:
@@ -250,7 +250,7 @@ class ServerProcess:
         return process, pipe
 
     def _configuration(self) -> dict[str, Any]:
-        """A new process's first message."""
+        """Return a new process's first message."""
         faults, self._faults = self._faults, None  # Injected once.
         return {
             "rank": self._rank,
@@ -312,7 +312,7 @@ class ServerProcess:
             with contextlib.suppress(OSError):
                 pipe.send({"do": "ping"}, advisory=True)
         if vigil.look(now_s) is Health.LOST and process.poll() is None:
-            if not vigil.stopped:  # It may only have been slow: give the next one more time.
+            if not vigil.stopped:  # It may only have been slow: give the next process more time.
                 self._patience *= 2.0
             logger.error("the parameter server of rank %d is killed: %s", self._rank, vigil.reason)
             process.kill()  # The pipe then reports its end.
@@ -421,7 +421,7 @@ class ServerProcess:
 
     def member(self, optimizer_id: int, rank: int, what: str) -> None:
         """Report to shard 0 that a rank is `absent`, `present`, `lost` (its process died) or to `forget` (a new process
-        has the rank and counts its steps anew).
+        has the rank and its step count starts over).
 
         Raises:
             ValueError: `what` is something else.
@@ -435,7 +435,7 @@ class ServerProcess:
             self._send({"do": "member", "engine": optimizer_id, "rank": rank, "what": what})
 
     def replace(self, optimizer_id: int, session: int, index: int, endpoint: Endpoint) -> None:
-        """Report another shard's new process. Per session, as in others the index may be that of another rank's."""
+        """Report another shard's new process, for one session: in others, that index may be another rank's shard."""
         with self._changed:
             opened = self._opened.get((optimizer_id, session))
             if opened is not None:
@@ -459,7 +459,7 @@ class ServerProcess:
         return [opened for (each, _), opened in sorted(self._opened.items()) if each == optimizer_id]
 
     def _send(self, message: Event | Callable[[], Event], descriptor: int | None = None) -> None:
-        """Send an order; a server that is dead or starting gets it from `_resend`."""
+        """Send an order; a server that is dead or still starting gets it from `_resend`."""
         if self._pipe is None:
             raise ChannelError(f"the parameter server of rank {self._rank} has not been started; call start")
         try:

@@ -80,7 +80,7 @@ class Vigil:
         self._ticks = -1
 
     def ping_due(self, now_s: float) -> bool:
-        """Whether to send a ping now."""
+        """Return whether to send a ping now."""
         if now_s - self._pinged_s < PING_S:
             return False
         self._pinged_s = now_s

@@ -28,11 +28,11 @@ class ChunkStore:
 
     Attributes:
         version: Updates applied so far.
-        applied: Per rank the step of its last push that is in the parameters.
+        applied: Per rank, the step of its last push that was applied to the parameters.
         params: The parameters, one flat tensor.
         mirrored: The mirror's copy of `params`, None until it is written.
         seq: Number of the last order that changed `params`.
-        wide: Type in which gradients are added up.
+        wide: dtype in which gradients are summed.
     """
 
     def __init__(self, layout: Layout, chunk: Chunk, spec: OptimizerSpec, reader: RowReader) -> None:
@@ -80,7 +80,7 @@ class ChunkStore:
         return [dict(self.optimizer.state[p]) if p in self.optimizer.state else {} for p in self._pieces]
 
     def use_row(self, row: Sequence[float] | None) -> None:
-        """Set the hyperparameters of the next steps; None leaves them unchanged."""
+        """Set the hyperparameters from the next step on; None leaves them unchanged."""
         if row is None or row == self.row:
             return
         self.row = list(row)
@@ -91,11 +91,11 @@ class ChunkStore:
     def apply(
         self, parts: Sequence[float], buffers: Sequence[torch.Tensor], row: Sequence[float] | None = None
     ) -> None:
-        """Make one optimizer step with the sum of factor * buffer, in the order given. Buffers may be overwritten.
+        """Make one optimizer step with the sum of factor * buffer, summed in the given order; may overwrite buffers.
 
         Args:
             parts: The factors.
-            buffers: One flat tensor per factor, in the parameters' dtype. Without any only the version is counted up.
+            buffers: One flat tensor per factor, in the parameters' dtype. If empty, only the version is incremented.
             row: Hyperparameters from this step on.
         """
         self.use_row(row)
@@ -120,7 +120,7 @@ class ChunkStore:
         return total
 
     def _gather(self) -> None:
-        """Copy back parameters that the optimizer moved to other memory."""
+        """Copy parameters that the optimizer moved to other memory back into `params`."""
         for param, view in zip(self._pieces, self._views(self.params), strict=True):
             param.grad = None
             if param.data_ptr() != view.data_ptr():
@@ -135,7 +135,7 @@ class ChunkStore:
             self.reference = None
 
     def compare(self, buffer: torch.Tensor) -> tuple[float, float, float]:
-        """Dot product of a gradient with the recent updates' direction, and both squared norms."""
+        """Return the dot product of a gradient with the recent updates' direction, and both squared norms."""
         if self.reference is None:
             return 0.0, 0.0, 0.0
         wide = buffer.to(self.wide)
@@ -146,7 +146,7 @@ class ChunkStore:
     # ---- as bytes -----------------------------------------------------------------------------------------
 
     def record(self) -> Record:
-        """The chunk's current state as a record, not copied.
+        """Return the chunk's current state as a record, not copied.
 
         Raises:
             ChannelError: The optimizer's state holds something that a record cannot (`make_record`).

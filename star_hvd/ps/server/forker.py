@@ -1,8 +1,8 @@
-"""`python -m star_hvd.ps.server.forker OWNER`: forks servers for the owner behind its standard input; see `nursery`.
+"""`python -m star_hvd.ps.server.forker OWNER`: forks servers for the owner at its standard input; see `nursery`.
 
-It has no threads, so that forking is safe. It ends with the owner's thread that started it, and its servers end with
-it. A request on standard input is one byte with one end of a server's pipe as a descriptor; replies are the server's
-process id, and its exit status when it has ended.
+It has no threads, so forking is safe. It ends when the owner's thread that started it ends, and its servers end with
+it. A request on standard input is one byte accompanied by one end of a server's pipe as a file descriptor; the replies
+are the server's process id and, once it has ended, its exit status.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Fork servers until the owner is gone; returns the exit status, in a forked process that of the server."""
+    """Fork servers until the owner is gone. Return the exit status; in a forked process, the server's."""
     if not end_with_parent(int(sys.argv[1])):
         return 0
     owner, own_pid = socket.socket(fileno=0), os.getpid()

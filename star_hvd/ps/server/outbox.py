@@ -1,7 +1,7 @@
-"""What a server sends: chunks, in buffers that are reused once they are acknowledged, and short messages.
+"""Sends a server's chunks, in buffers that are reused once acknowledged, and its short messages.
 
 A stream keeps references to what it sends until the receiver has acknowledged it. A buffer is reused only when no
-reference is left: `Lent` tracks those of every part, the stream's included.
+reference is left: `Lent` tracks the references to every part, including the stream's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Outbox:
         self._last: tuple[tuple[int, ...], Lent] | None = None
 
     def welcome(self, identity: bytes) -> None:
-        """A peer has sent `HELLO` or `JOIN`: send its parked messages."""
+        """Send the parked messages of a peer that has sent `HELLO` or `JOIN`."""
         self._known.add(identity)
         for header, item in self._parked.pop(identity, {}).values():
             if isinstance(item, ChunkStore):
@@ -49,7 +49,7 @@ class Outbox:
                 self.meta(identity, header, item)
 
     def forget(self, prefix: bytes) -> None:
-        """Forget the peers of an ended session, by the prefix of their identities; messages in flight go on."""
+        """Forget the peers of an ended session, by their identities' prefix; sent messages are still delivered."""
         self._router.forget(prefix)
         self._known = {identity for identity in self._known if not identity.startswith(prefix)}
         self._parked = {identity: kept for identity, kept in self._parked.items() if not identity.startswith(prefix)}
@@ -73,7 +73,7 @@ class Outbox:
             self._router.send(identity, [head, buffer.frame(begin, end)])
 
     def none(self, identity: bytes, header: Header) -> None:
-        """Send the version of a chunk's parameters instead of them."""
+        """Send a chunk's version only (in the header), without its parameters."""
         if identity in self._known:
             self._router.send(identity, [pack(header), b""])
         else:

@@ -1,7 +1,7 @@
-"""Shard 0 orders the updates: it alone runs the rule, and every decision is in the journal before it is sent.
+"""Shard 0 orders the updates: it alone runs the rule, and writes every decision to the journal before sending it.
 
 Orders are numbered, and every shard executes them in that sequence, chunk by chunk. They stay in the log until all
-shards are done with them, so a restarted shard, or a restarted primary, gets the ones it missed.
+shards have executed them, so a restarted shard or primary gets the orders it missed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from star_hvd.errors import ChannelError
 __all__ = ["Links", "Primary"]
 
 _NOTES_KEPT = 512
-_MOST_MENTIONS = 16_384  # Of ranks in the notes of one message: some 20 bytes each of the 1 MiB a message may have.
+_MOST_MENTIONS = 16_384  # Ranks named in the notes of one message: about 20 bytes each, of at most 1 MiB.
 Order = dict[str, Any]
 PushId = tuple[int, int]
 
@@ -44,19 +44,19 @@ class Links:
 
 @dataclass
 class _Memory:
-    """The state that survives a death of the process, through the journal."""
+    """The state that survives the death of the process, through the journal."""
 
     rule: ServerRule
     plan_id: int
     seq: int = 0
     log: list[Order] = field(default_factory=list)
     fed: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
-    # Of pushes that the rule has: a rank can have two after its process was replaced.
+    # Announcements of the pushes that the rule holds; a rank can have two after its process was replaced.
     metas: dict[PushId, dict[str, Any]] = field(default_factory=dict)
     push_results: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
-    inactive: set[int] = field(default_factory=set)  # By their own word: they push nothing for now.
-    silent: set[int] = field(default_factory=set)  # By the owner's word: nobody hears them.
+    inactive: set[int] = field(default_factory=set)  # By their own report: they push nothing for now.
+    silent: set[int] = field(default_factory=set)  # By the owner's report: the coordinator does not hear them.
     best_steps: int = -1
     row: list[float] | None = None
     cut: dict[str, int] | None = None
@@ -72,7 +72,7 @@ class Primary:
         n_servers: Number of shards.
         holders: Shards that hold chunks; a push has arrived when all of these have it.
         links: Outputs.
-        journal: The journal of the process before, None at the first start.
+        journal: The previous process's journal, None at the first start.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Primary:
         self._notes: deque[dict[str, Any]] = deque(maxlen=_NOTES_KEPT)
         self._noted: dict[int, int] = {}
         self._to_answer: list[tuple[int, int, dict[str, Any]]] = []
-        self._held: list[tuple[int, int, dict[str, Any]]] = []  # Results `moved`, until the last update is mirrored.
+        self._held: list[tuple[int, int, dict[str, Any]]] = []  # `moved` results, until the last update is mirrored.
         self._to_order: list[Order] = []
         self._to_note: list[dict[str, Any]] = []
         if journal and plan.plan_id > self._memory.plan_id:
@@ -120,7 +120,7 @@ class Primary:
     # ---- what comes in ------------------------------------------------------------------------------------
 
     def push(self, rank: int, step: int, meta: dict[str, Any]) -> None:
-        """A rank announces a push; `again` names the shard whose restart made the rank send it once more.
+        """Handle a rank's announcement of a push; `again` names the shard whose restart made the rank send it again.
 
         Raises:
             ChannelError: There is no such rank or shard.
@@ -140,7 +140,7 @@ class Primary:
             self._answer_cut(rank, step)
         else:
             self._unfed.setdefault((rank, step), meta)
-            # Parts came, but no announcement, of a push that its rank has replaced by this one.
+            # Forget pushes that the rank abandoned for this one: their parts arrived, but never an announcement.
             for void in [each for each in self._arrived if each[0] == rank and each[1] < step]:
                 if void not in self._unfed and void not in memory.metas:
                     del self._arrived[void]
@@ -148,7 +148,7 @@ class Primary:
         self._flush()
 
     def arrived(self, shard: int, rank: int, step: int, products: Sequence[float] | None) -> None:
-        """A shard has all of its chunks of a push.
+        """Note that a shard has all of its chunks of a push.
 
         Raises:
             ChannelError: There is no such rank or shard.
@@ -163,7 +163,11 @@ class Primary:
         self._flush()
 
     def join(self, shard: int, seq: int) -> None:
-        """A shard has connected, for the first time or after a restart, and has executed the orders up to `seq`.
+        """Send a shard that connects, for the first time or after a restart, the orders it has not received.
+
+        Args:
+            shard: The shard.
+            seq: Number of the last order it has received.
 
         Raises:
             ChannelError: There is no such shard.
@@ -174,10 +178,10 @@ class Primary:
                 self._links.order(shard, order)
 
     def done(self, shard: int, seq: int) -> None:
-        """A shard has executed and mirrored all orders up to `seq`.
+        """Note that a shard has executed and mirrored all orders up to `seq`.
 
         Raises:
-            ChannelError: There is no such shard, or no such order; trimming the log by it would lose orders.
+            ChannelError: There is no such shard or order; trimming the log by it would lose orders.
         """
         self._check_shard(shard)
         if seq > self._memory.seq:
@@ -194,14 +198,14 @@ class Primary:
             self._links.event({"event": "cut", **self._memory.cut})
 
     def read(self, kind: str, rank: int, request: int, *, known: int | None = None, empty: bool = False) -> None:
-        """A rank requests the parameters (`pull`) or the complete state (`state`) of one version.
+        """Order the shards to send a rank the parameters or the complete state, all of one version.
 
         Args:
-            kind: Which of them.
+            kind: `pull` for the parameters, `state` for the complete state.
             rank: The rank.
-            request: Its number of the request.
-            known: With `pull`, the version of the parameters that it has and need not be sent, None for none.
-            empty: With `pull`, whether it wants the answer alone, without parameters.
+            request: The rank's number of this request.
+            known: With `pull`, the version the rank already has, which is not sent again; None if it has none.
+            empty: With `pull`, whether the rank wants only an answer, without parameters.
 
         Raises:
             ChannelError: There is no such rank.
@@ -212,16 +216,16 @@ class Primary:
         self._flush()
 
     def member(self, rank: int, what: str, *, own: bool = False) -> None:
-        """A rank is `absent`, `present`, `lost` (absent, with a dead process), or has a new process (`forget`).
+        """Note that a rank is `absent`, `present`, `lost` (absent, its process is dead), or a new process (`forget`).
 
-        A rank that is absent by its own word or by the owner's is not waited for. The two come by different ways: the
-        owner's that a rank is heard again may be late, when the rank has said that it pushes nothing for now. Waiting
-        for it then would have no end where it waits for the others, at the end of an epoch for example.
+        No update waits for a rank that is absent by its own report or by the owner's. The two arrive on different
+        connections: the owner's "present" can arrive after the rank has reported that it pushes nothing for now.
+        Waiting for such a rank would not end if it waits for the others, for example at the end of an epoch.
 
         Args:
             rank: The rank.
-            what: One of these.
-            own: Whether the rank says so itself.
+            what: One of these states.
+            own: Whether the rank itself reports it.
 
         Raises:
             ChannelError: There is no such rank or state.
@@ -243,7 +247,7 @@ class Primary:
         self._flush()
 
     def set_plan(self, plan: Plan) -> None:
-        """Continue under another plan with servers. One that the rule refuses is reported and changes nothing."""
+        """Continue under another plan with servers. A plan that the rule rejects is reported and changes nothing."""
         memory = self._memory
         if plan.plan_id < memory.plan_id or memory.cut is not None:
             return
@@ -261,7 +265,7 @@ class Primary:
         self._flush()
 
     def cut(self, plan_id: int) -> None:
-        """Make the last update, with the pushes that are complete; all other pushes get the result `moved`."""
+        """Make the last update from the complete pushes; all other pushes get the result `moved`."""
         memory = self._memory
         if memory.cut is not None:
             if self._reported_cut:
@@ -291,7 +295,7 @@ class Primary:
     # ---- decisions ----------------------------------------------------------------------------------------
 
     def _feed(self) -> None:
-        """Give the rule the pushes that have arrived, and announced ones where its next update needs all ranks."""
+        """Pass the rule all pushes that have arrived, and announced ones if its next update needs all ranks."""
         progress = True
         while progress and self._memory.cut is None:
             progress = False
@@ -322,7 +326,7 @@ class Primary:
                 self._take(events)
 
     def _early(self, rank: int) -> bool:
-        """Whether an announced push of `rank` may be ordered: the next update needs all ranks anyway."""
+        """Return whether a push of `rank` may be ordered once announced, as the next update needs all ranks anyway."""
         plan, rule = self._memory.rule.plan, self._memory.rule
         if plan.guard != "none":
             return False
@@ -334,7 +338,7 @@ class Primary:
         found = [values for values in self._arrived[push].values() if values is not None]
         if not found:
             return None
-        # A diverging job's products are infinite, of both signs, which `fsum` does not add.
+        # Not `fsum`: it raises on infinities of both signs, which a diverging job produces.
         dot, mine, recent = (sum(values[i] for values in found) for i in range(3))
         cosine = dot / (math.sqrt(mine) * math.sqrt(recent)) if mine > 0.0 and recent > 0.0 else math.nan
         return cosine if math.isfinite(cosine) else None
@@ -437,7 +441,7 @@ class Primary:
         self._flush()
 
     def _lose(self, rank: int) -> None:
-        """Skip the chunks that a dead rank has announced but not sent."""
+        """Have the shards skip the chunks that a dead rank announced but did not send."""
         for each, step in list(self._unfed):
             if each == rank:
                 del self._unfed[each, step]
@@ -472,12 +476,12 @@ class Primary:
             return
         self._to_order, self._to_answer, self._to_note = [], [], []
         self._links.journal(pickle.dumps(self._memory))
-        # The other shards first: this one's part of an order takes as long as its updates and replies, and what a rank
-        # needs first may be on any of them.
+        # Other shards first: executing an order here includes the updates and replies, and any shard may hold what a
+        # rank needs first.
         self._send_orders(orders, range(1, self._n_servers))
-        # A rank with its result and all parameters gives its buffers up, one with `moved` does so without parameters:
-        # that result waits until every shard has the last update in its mirror (`done`), or one that dies before could
-        # get the gradient from nowhere.
+        # A rank frees its buffers once it has its result and all parameters, or the result `moved` alone. So `moved`
+        # waits until every shard has mirrored the last update (`done`): a shard that died before could not get the
+        # gradient again.
         for result in push_results:
             if result[2]["kind"] == "moved" and not self._reported_cut:
                 self._held.append(result)
@@ -494,7 +498,7 @@ class Primary:
 
 
 def _newest(notes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The newest notes, as many as a message of 1 MiB holds."""
+    """Return the newest notes, as many as fit in a message of 1 MiB."""
     mentions, first = 0, len(notes)
     while first > 0 and mentions + len(notes[first - 1]["ranks"]) <= _MOST_MENTIONS:
         first -= 1

@@ -1,7 +1,7 @@
 """The process of a parameter server, started by `ServerProcess` through `nursery`.
 
 Its standard input is a socket to its owner, which carries configuration, secrets, orders and events, so nothing secret
-is in the process list or the environment. When the owner dies the socket closes and the server ends.
+is in the process list or the environment. When the owner dies, the socket closes and the server ends.
 """
 
 from __future__ import annotations
@@ -92,15 +92,15 @@ class _Job(Outlet):
     # ---- between servers ----------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Connect to the primary, or to its restarted process, and report the orders and pushes that are here."""
+        """Connect to the primary, or its restarted process, and report the orders and pushes received so far."""
         if self.link is not None:
             self.server.drop_link(self.link)
-        # Random suffix: a restarted process must not get orders queued for the old one before those it has missed.
+        # Random suffix: a restarted process must not get orders queued for the old one before those it missed.
         identity = shard_identity(self.optimizer_id, self.session, self.index) + os.urandom(8)
         self.link = Dealer(connect(self.server.context, self.server.key, self.endpoints[0], identity), TENSORS)
         self.server.add_link(self.link, self)
-        # A connection that reaches the restarted primary just before this one may be read after it: the clock of this
-        # host, on which a shard's process is restarted too, says which one is in use.
+        # The restarted primary may read an older connection's JOIN after this one; the time tells it which is current.
+        # A shard's process restarts on the same host, so all its times are of one clock.
         self._report(Kind.JOIN, version=self.shard.seq, meta={"since_ns": time.monotonic_ns()})
         self._report(Kind.DONE, version=self.shard.finished)
         for rank, step, products in self.shard.whole():
@@ -109,7 +109,7 @@ class _Job(Outlet):
     def _report(self, kind: Kind, *, step: int = 0, version: int = 0, meta: Any = None) -> None:
         assert self.link is not None
         header = Header(kind, self.optimizer_id, self.session, self.index, step, version=version)
-        if self.link.stream.broken is None:  # Else `join` reports it all to the restarted primary.
+        if self.link.stream.broken is None:  # Otherwise `join` reports everything to the restarted primary.
             self.link.send([pack(header), msgpack.packb(meta or {})])
 
     def arrived(self, rank: int, step: int, products: Sequence[float] | None) -> None:
@@ -208,7 +208,7 @@ class _Job(Outlet):
             raise ChannelError(f"a server got a message of kind {Kind(kind).name}, which only workers get")
 
     def joins(self, identity: bytes, header: Header, payload: Any) -> None:
-        """A shard has connected under this identity: send it the orders it has missed, and further ones there.
+        """Handle a shard's connection under this identity: send it the orders it missed, and all later ones.
 
         Raises:
             ChannelError: The message is invalid, or this is not shard 0.
@@ -219,7 +219,7 @@ class _Job(Outlet):
         if since_ns is None or not is_whole(since_ns):
             raise ChannelError(f"shard {header.rank} joins since {str(since_ns)[:40]}; expected nanoseconds")
         if since_ns < self.joined_ns.get(header.rank, 0):
-            self.server.outbox.forget(identity)  # It has connected anew since.
+            self.server.outbox.forget(identity)  # The shard has a newer connection.
             return
         self.joined_ns[header.rank] = since_ns
         before = self.peers.get(header.rank, identity)
@@ -263,7 +263,7 @@ class Server:
         self.event({"event": "listening", "endpoint": self.door.endpoint.to_list()})
 
     def event(self, event: dict[str, Any]) -> None:
-        """Send an event to the owner; frequent ones are dropped where it does not keep up."""
+        """Send an event to the owner; frequent ones are dropped if it does not keep up."""
         self._pipe.send(event, advisory=event["event"] in ("update", "drop", "pong"))
 
     def add_link(self, link: Dealer, job: _Job) -> None:
@@ -290,12 +290,12 @@ class Server:
                     self._drain(link, job)
 
     def _tick(self) -> int | None:
-        """Run the timers of all connections; milliseconds to the next one, None for none."""
+        """Run all connections' due timers. Return the milliseconds until the next one, None if there is none."""
         ends: list[Dealer | Router] = [self.peers, *self._links]
         for end in ends:
             if end.next_s <= time.monotonic():
                 end.tick()
-        for link in self._links:  # The process ends; its owner starts another, which gets the missed orders.
+        for link in self._links:  # A broken link ends the process; the owner's next one gets the missed orders.
             if link.stream.broken is not None and not link.stream.replaced and not link.stream.ended:
                 raise ChannelError(link.stream.broken)
         next_s = min(end.next_s for end in ends)
@@ -324,12 +324,12 @@ class Server:
             self._message(frames)
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """Handle a message; one that raises is counted and dropped."""
+        """Handle a message by `act`; if it raises, count and drop the message."""
         try:
             act()
         except (ShardError, OSError, MemoryError):
-            raise  # Not due to the message: an update was not made, or not mirrored.
-        except Exception as error:  # A peer's message must not end the server, whatever it causes.
+            raise  # Not the message's fault: an update was not made, or not mirrored.
+        except Exception as error:  # A peer's message must not end the server, whatever it raises.
             self.malformed += 1
             if self.malformed <= _LOGGED:
                 declared = isinstance(error, ChannelError)
@@ -359,11 +359,11 @@ class Server:
 
     @property
     def early_sessions(self) -> int:
-        """Sessions of which messages are kept before they are opened."""
+        """Number of sessions that are not open yet and have queued messages."""
         return len(self._early)
 
     def _keep(self, key: Key, frames: list[Any]) -> None:
-        """Queue a message that came before its session is opened here; one of a closed session is dropped."""
+        """Queue a message whose session is not open here yet; raise if the session is over or the queue is full."""
         newest = max((session for engine, session in self._jobs if engine == key[0]), default=-1)
         held = sum(map(len, self._early.values()))
         if key[1] <= newest or held >= _EARLY_MESSAGES:
@@ -373,7 +373,7 @@ class Server:
         self._early.setdefault(key, []).append(frames)
 
     def _drop_early(self, key: Key) -> None:
-        """A session will not be opened: forget its messages and their senders' streams."""
+        """Forget the queued messages of a session that will not be opened, and their senders' streams."""
         del self._early[key]
         for kind in (b"W", b"S"):
             self.outbox.forget(session_prefix(kind, *key))
@@ -405,7 +405,7 @@ class Server:
         key = (engine, max(sessions, default=-1) if session is None else int(session))
         job = self._jobs.get(key)
         if job is None:
-            if what not in ("close", "member"):  # Absent ranks are reported again once it is open.
+            if what not in ("close", "member"):  # Absent ranks are reported again once the session is open.
                 raise ChannelError(f"optimizer {engine} is not open here (session {key[1]})")
         elif what == "seed":
             data = torch.frombuffer(bytearray(message["data"]), dtype=torch.uint8)
@@ -458,7 +458,7 @@ def _two(frames: list[Any]) -> tuple[Header, Any]:
 
 
 def main(parent: int) -> int:
-    """Run a server for the owner behind standard input; returns the exit status.
+    """Run a server for the owner at the other end of standard input. Return the exit status.
 
     Args:
         parent: Process id of the parent, with which this process ends.
@@ -469,7 +469,7 @@ def main(parent: int) -> int:
         sys.stderr.write("this is a parameter server, which star_hvd starts; it cannot be started by hand\n")
         return 2
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # Each of the mirror's mappings holds a descriptor.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # Each mapping of the mirror holds a descriptor.
     pipe = Pipe(socket.socket(fileno=0))
     try:
         config = pipe.wait(_CONFIG_S)
@@ -490,7 +490,7 @@ def main(parent: int) -> int:
 
 
 def serve(server: Server, pipe: Pipe) -> int:
-    """Serve until the owner sends `stop` or is gone, then close server and pipe; returns the exit status."""
+    """Serve until the owner sends `stop` or is gone, then close server and pipe. Return the exit status."""
     try:
         server.run()
     except (BrokenPipeError, ConnectionResetError):

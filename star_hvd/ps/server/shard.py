@@ -1,7 +1,7 @@
 """One shard of one optimizer: receives pushes, executes the primary's orders, sends parameters back.
 
-Every chunk has its own queue of orders: a chunk whose pushes are complete is updated and sent back while others still
-arrive. Orders have the same sequence on all shards, so every chunk of a reply is exactly of the version it names.
+Every chunk has its own queue of orders: a chunk whose gradients are here is updated and sent back while others still
+arrive. All shards execute the same sequence of orders, so every chunk of a reply has exactly the version it names.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PushId = tuple[int, int]
 
 
 class ShardError(Exception):
-    """An update failed half-way, in the user's optimizer for example: the shard's state must not be used any more."""
+    """An update failed half-way, for example in the user's optimizer; the shard's state must not be used any more."""
 
 
 class Outlet(Protocol):
@@ -41,7 +41,7 @@ class Outlet(Protocol):
         """Send a chunk's current parameters to a rank, or its complete record if `kind` is `STATED`."""
 
     def send_none(self, rank: int, step: int, store: ChunkStore) -> None:
-        """Send a rank, in answer to `PULL`, the version of a chunk's parameters instead of them."""
+        """Answer a rank's `PULL` with a chunk's version only, without its parameters."""
 
     def arrived(self, rank: int, step: int, products: Sequence[float] | None) -> None:
         """Report to the primary that all chunks of a push are here."""
@@ -51,7 +51,7 @@ class Outlet(Protocol):
 
 
 class _Running:
-    """An order and the number of chunks on which it is still to be executed."""
+    """An order, and the number of chunks on which it has yet to be executed."""
 
     __slots__ = ("left", "order")
 
@@ -111,7 +111,7 @@ class Shard:
     # ---- parameters ---------------------------------------------------------------------------------------
 
     def seed(self, chunk: int, data: torch.Tensor) -> bool:
-        """Load a chunk's initial state from a record's bytes; whether the shard is complete.
+        """Load a chunk's initial state from a record's bytes. Return whether all chunks of the shard are seeded.
 
         Raises:
             ChannelError: The chunk is not of this shard, or the record is invalid.
@@ -129,7 +129,7 @@ class Shard:
         return self.seeded
 
     def recover(self) -> bool:
-        """Load the mirror's records; False if any is missing, and the shard has to be seeded again."""
+        """Load the mirror's records. Return False if any is missing: the shard must then be seeded again."""
         if self._mirror is None:
             return not self.stores
         found = {chunk: self._mirror.read(chunk + 1) for chunk in self.stores}
@@ -144,10 +144,10 @@ class Shard:
         return True
 
     def check_row(self, row: Sequence[float] | None) -> None:
-        """Check that hyperparameters can be used: an integral one cannot be infinite, for example.
+        """Check that a row of hyperparameters can be used; an integral one cannot be infinite, for example.
 
         Raises:
-            ChannelError: They cannot be used.
+            ChannelError: The row cannot be used.
         """
         if row is not None:
             try:
@@ -162,7 +162,7 @@ class Shard:
 
     @property
     def written(self) -> int:
-        """Number of the last order that is in the parameters of every chunk."""
+        """Number of the last order applied to the parameters of every chunk."""
         return min((store.seq for store in self.stores.values()), default=0)
 
     def _write(self, chunk: int) -> None:
@@ -184,7 +184,7 @@ class Shard:
             raise ChannelError(
                 f"rank {rank} pushed {size} bytes of chunk {chunk}; expected {expected}, or {small} as int8 (-1: none)"
             )
-        # A worker has one push in flight: a part of an earlier one is a duplicate.
+        # A worker has one push in flight, so a part of an earlier push is a duplicate.
         if chunk in self._seen.get((rank, step), ()) or step <= self._over.get(rank, -1) or step < self._newest(rank):
             self.duplicates += 1
             return
@@ -206,7 +206,7 @@ class Shard:
             self._chunk(rank, step, store, whole.view(dtype) if size == expected else _decoded(whole, store))
 
     def _newest(self, rank: int) -> int:
-        """The step of the newest push of a rank of which any chunk is here, -1 for none."""
+        """Return the step of a rank's newest push with at least one chunk here, -1 if there is none."""
         return max((step for each, step in self._seen if each == rank), default=-1)
 
     def _chunk(self, rank: int, step: int, store: ChunkStore, gradient: torch.Tensor) -> None:
@@ -222,7 +222,7 @@ class Shard:
             self._outlet.arrived(rank, step, self._products(push))
 
     def _cut_off(self, push: PushId) -> bool:
-        """Whether a push cannot be applied any more: the servers were drained and no order waits for it."""
+        """Return whether a push can no longer be applied: the servers were drained and no order waits for it."""
         if not self._cut:
             return False
         waiting = (run.order for queue in self._queues.values() for run in queue if run.order["op"] == "update")
@@ -236,7 +236,7 @@ class Shard:
         return [sum(column) for column in zip(*values, strict=True)]
 
     def _purge(self, rank: int, step: int) -> None:
-        """Forget a rank's pushes before `step`: it pushes again only after an answer."""
+        """Forget a rank's pushes before `step`: each was answered, or abandoned by its rank (`Client.give`)."""
         for push in [push for push in self._seen if push[0] == rank and push[1] < step]:
             del self._seen[push]
         for push in [push for push in self._staged if push[0] == rank and push[1] < step]:
@@ -245,17 +245,17 @@ class Shard:
             del self._parts[key]
 
     def whole(self) -> list[tuple[int, int, list[float] | None]]:
-        """Pushes that are complete here and not applied, to be reported to a restarted primary."""
+        """Return the complete, unapplied pushes as (rank, step, products), to report to a restarted primary."""
         complete = [push for push, seen in self._seen.items() if len(seen) == len(self.stores)]
         return [(rank, step, self._products((rank, step))) for rank, step in complete]
 
     # ---- orders -------------------------------------------------------------------------------------------
 
     def order(self, order: dict[str, Any]) -> None:
-        """Execute an order of the primary; one received before is ignored.
+        """Execute an order of the primary; ignore one that was received before.
 
         Raises:
-            ChannelError: The order is invalid; nothing of it is executed.
+            ChannelError: The order is invalid; no part of it was executed.
         """
         check_order(order, self.row_size)
         self.check_row(order.get("row"))
@@ -317,7 +317,7 @@ class Shard:
         kind = order["op"]
         if kind == "update":
             if store.version > order["version"]:
-                return True  # In the mirror already when this process began.
+                return True  # It was already in the mirror when this process started.
             return self._update(order, store)
         if kind == "send" and order.get("only") in (None, self.index):
             for rank, step in order["to"]:
@@ -341,7 +341,7 @@ class Shard:
             else:
                 return False
         if left_out and sum(factors):
-            # The rank died before it had sent this chunk: the others' factors are scaled up to the same sum.
+            # The rank died before it sent this chunk: scale the other factors up to the same sum.
             scale = 1.0 + left_out / sum(factors)
             factors = [factor * scale for factor in factors]
         store.apply(factors, buffers, order.get("row"))
@@ -383,7 +383,7 @@ class Shard:
 
 
 def _decoded(data: torch.Tensor, store: ChunkStore) -> torch.Tensor:
-    """The gradient that int8 stands for: in the type in which its rank decoded it to know what it has left to send."""
+    """Decode an int8 gradient in the dtype its rank used to compute the residual; return it in the parameters'."""
     decoded = int8.decode(data.numpy().data, store.chunk.numel, store.wide)
     return decoded.to(store.params.dtype)
 

@@ -23,7 +23,7 @@ _NONE_SMALL: Mapping[int, bytes] = {}
 class Client:
     """Pushes gradients and gets parameters.
 
-    The methods may be called from any thread, `push` and `wait` by one at a time: a worker has one push in flight.
+    Any thread may call the methods; only one at a time `push` and `wait`, as a worker has one push in flight.
 
     Args:
         rank: This worker.
@@ -41,15 +41,15 @@ class Client:
         self._layout = layout
         self._line = Line(rank, optimizer_id, session, endpoints, layout, key)
         self._woken = False
-        # Of answers; not touched before the first.
+        # Parameters of the answers; the memory stays untouched until the first.
         self._flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in layout.buckets]
         self._lent: list[torch.Tensor] = []
-        self._begun: Push | None = None  # Buffers of it are on their way; it is not announced yet.
+        self._begun: Push | None = None  # A push of which buffers were sent, but which is not announced yet.
 
     # ---- life ---------------------------------------------------------------------------------------------
 
     def reach(self, endpoints: Sequence[Endpoint]) -> None:
-        """Before `start`: set the servers, where they were not known when this client was made."""
+        """Set the servers, if they were not known when this client was made; call before `start`."""
         self._line.endpoints = list(endpoints)
 
     def start(self) -> None:
@@ -68,18 +68,18 @@ class Client:
     # ---- what the worker does -----------------------------------------------------------------------------
 
     def ranges(self, index: int) -> list[tuple[int, int, int]]:
-        """Of the chunks of a bucket: the chunk, its first element, and the one behind its last."""
+        """Return the chunks of a bucket as (chunk index, first element, end element)."""
         return [(c.index, c.start, c.stop) for c in self._layout.chunks if c.bucket == index]
 
     def give(self, step: int, index: int, flat: torch.Tensor, small: Mapping[int, bytes] = _NONE_SMALL) -> None:
-        """Send one buffer of the push of `step`, which `push` announces once all are there. Does not block.
+        """Send one buffer of the push of `step` before `push` announces it. Does not block.
 
-        A push that was begun and is followed by one of another step is void: the servers forget it.
+        If the next `give` or `push` is for another step, the unannounced push is void: the servers forget it.
 
         Args:
             step: As in `push`.
             index: The bucket.
-            flat: Its buffer, in host memory, which stays unchanged until the answer has come.
+            flat: Its buffer in host memory; must stay unchanged until the answer arrives.
             small: As in `push`, for this bucket.
         """
         with self._line.changed:
@@ -106,7 +106,7 @@ class Client:
         keep: bool = False,
         small: Mapping[int, bytes] = _NONE_SMALL,
     ) -> None:
-        """Send a gradient without blocking; `wait` gives the answer.
+        """Send a gradient without blocking; `wait` returns the answer.
 
         Args:
             step: This worker's own push counter, higher than in any push before.
@@ -117,11 +117,11 @@ class Client:
             own_steps: Steps this worker has made; the hyperparameters of the worker with the most are used.
             row: Its hyperparameters (`HyperRow.read`).
             loss: Its loss, for the log.
-            keep: Whether the buffers stay unchanged until the answer has come, so that no copy is needed.
-            small: Per chunk what is sent instead of its part of the buffer (`star_hvd.compression.int8`).
+            keep: Whether the buffers stay unchanged until the answer arrives, so that no copy is needed.
+            small: Per chunk index, what is sent instead of its part of the buffer (`star_hvd.compression.int8`).
 
         Raises:
-            ChannelError: The push before has no answer yet, or the client is closed.
+            ChannelError: The previous push has no answer yet, or the client is closed.
             ValueError: The number of buffers is wrong.
         """
         with self._line.changed:
@@ -151,7 +151,7 @@ class Client:
         self._line.do("push", push)
 
     def _borrow(self, flats: Sequence[torch.Tensor], keep: bool) -> list[torch.Tensor]:
-        """The buffers themselves where they may be kept, else copies in reused memory."""
+        """Return the buffers themselves if they may be kept, otherwise copies in reused memory."""
         usable = all(flat.device.type == "cpu" and flat.is_contiguous() for flat in flats)
         if keep and usable:
             return list(flats)
@@ -166,13 +166,13 @@ class Client:
 
         Args:
             deadline_s: Longest wait.
-            whole: Until all parameters are here. Else the answer is given when the push's result is known; parameters
-                still come into its buffers, and a buffer of the push stays unchanged until its bucket's are here:
-                `wait_bucket`, and `finish` at last.
+            whole: Wait for all parameters. If False, return once the push's result is known. Parameters still arrive
+                in the reply's buffers, and a buffer of the push must stay unchanged until the parameters of its bucket
+                are here (`wait_bucket`). Call `finish` at the end.
 
         Returns:
-            `params`: parameters to go on with. `dropped`: the same, but the push was dropped. `moved`: the servers were
-            drained; `state` gives the final state. `interrupted`: `wake` was called; the push is still in flight.
+            `params`: parameters to continue with. `dropped`: the same, but the push was dropped. `moved`: the servers
+            were drained; `state` gives the final state. `interrupted`: `wake` was called; the push is still in flight.
 
         Raises:
             DeadlineError: No answer within `deadline_s`; the push is still in flight.
@@ -186,7 +186,7 @@ class Client:
             while True:
                 line.check()
                 if not whole and line.push.exchange.promised:
-                    return line.push.exchange.reply()  # `finish` ends the push, though all be here.
+                    return line.push.exchange.reply()  # `finish` ends the push, even if all parameters are here.
                 if line.push.answered:
                     reply, line.push = line.push.exchange.reply(), None
                     if reply.kind == "error":
@@ -202,10 +202,10 @@ class Client:
                     )
 
     def wait_bucket(self, index: int, deadline_s: float) -> None:
-        """After `wait` without `whole`: wait until all parameters of a bucket are in its buffer.
+        """Wait until all parameters of a bucket are in its buffer; for use after `wait` with `whole=False`.
 
         Raises:
-            DeadlineError: They are not within `deadline_s`.
+            DeadlineError: They did not arrive within `deadline_s`.
             ChannelError: The client was closed.
         """
         line = self._line
@@ -213,10 +213,10 @@ class Client:
             self._await(lambda: line.push is None or line.push.exchange.has(index), deadline_s)
 
     def finish(self, deadline_s: float) -> int:
-        """After `wait` without `whole`: wait for all parameters; their version.
+        """Wait for all parameters and return their version; for use after `wait` with `whole=False`.
 
         Raises:
-            DeadlineError: They are not here within `deadline_s`.
+            DeadlineError: They did not arrive within `deadline_s`.
             ChannelError: The client was closed, or there was no push.
         """
         line = self._line
@@ -243,12 +243,12 @@ class Client:
             self._line.changed.notify_all()
 
     def pull(self, deadline_s: float, *, known: int | None = None, empty: bool = False) -> Reply:
-        """The parameters of one version, as `params`.
+        """Get the parameters of one version, as reply `params`.
 
         Args:
             deadline_s: Longest wait.
-            known: A version of them that is here; the answer is `known`, without parameters, where that is the newest.
-            empty: Whether no parameters are wanted: an answer says that the servers have taken in what was sent before.
+            known: Version that the caller already has; if it is the newest, the reply is `known`, without parameters.
+            empty: Request no parameters; the reply only shows that the servers have received what was sent before.
 
         Raises:
             DeadlineError: No complete parameters within `deadline_s`.
@@ -261,7 +261,7 @@ class Client:
         return exchange.reply()
 
     def state(self, deadline_s: float) -> Snapshot:
-        """Parameters and optimizer state of one version, after a drain the final one.
+        """Get the parameters and optimizer state of one version; after a drain, of the final one.
 
         Raises:
             DeadlineError: No complete state within `deadline_s`.
@@ -289,9 +289,9 @@ class Client:
         return exchange
 
     def absent(self, away: bool) -> None:
-        """Announce to the servers that this worker will not push for a while, or that it will again."""
+        """Announce to the servers that this worker will not push for a while, or that it pushes again."""
         self._line.do("presence", "absent" if away else "present")
 
     def replace(self, index: int, endpoint: Endpoint) -> None:
-        """Connect to the new process of a shard and send it again what the old one may have lost."""
+        """Connect to a shard's new process and resend what the old one may have lost."""
         self._line.do("replace", (index, endpoint))

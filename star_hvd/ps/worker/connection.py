@@ -35,14 +35,14 @@ _BATCH = 1024  # Messages taken from one socket before the others are served.
 
 
 class Push:
-    """A push in flight, kept to be sent again to a server that restarts.
+    """A push in flight, kept so that it can be resent to a restarted server.
 
     Attributes:
         carriers: Connections that carry its parts, with the number of the last message on each.
-        again: Servers that were restarted since it was sent, which have to send their part of the answer again.
-        sent: Buckets that were sent ahead of its announcement.
-        small: Per chunk what is sent instead of its part of the buffer.
-        piecewise: Whether its result, and each bucket of its answer, is waited for by itself.
+        again: Servers restarted since it was sent, which have to send their part of the answer again.
+        sent: Buckets that were sent before its announcement.
+        small: Per chunk index, what is sent instead of its part of the buffer.
+        piecewise: Whether the caller waits separately for the result and for each bucket of the answer.
     """
 
     __slots__ = ("again", "carriers", "exchange", "flats", "meta", "piecewise", "sent", "small", "step")
@@ -59,9 +59,9 @@ class Push:
     def answered(self) -> bool:
         """Whether the answer is complete and the buffers may be changed.
 
-        Connections hold the buffers themselves, to send them again if needed. After most answers that cannot matter:
-        the gradient is in the parameters, or was dropped. Only a drain (`moved`) may apply a gradient of which parts
-        are still in flight, so it is waited for until all parts are acknowledged.
+        Connections hold the buffers themselves, to resend them if needed. After most answers, changing them does no
+        harm: the gradient is in the parameters, or was dropped. Only a drain (`moved`) may apply a gradient of which
+        parts are still in flight, so it also requires that all parts are acknowledged.
         """
         if not self.exchange.complete:
             return False
@@ -83,7 +83,7 @@ class Line:
         key: The job's key.
 
     Attributes:
-        changed: Guards the following, and is notified when an answer is complete or the connection failed.
+        changed: Guards the following; notified when an answer is complete or the connection failed.
         push: The push that has no answer yet.
         reads: Reads without an answer, by their number.
         error: Why the connection failed, None while it works.
@@ -114,8 +114,8 @@ class Line:
         os.set_blocking(self._wakeup[0], False)
         os.set_blocking(self._wakeup[1], False)
         self._requests = 0
-        self._begun: Push | None = None  # Of which buckets were sent, and which is not announced.
-        self._unheard: set[int] = set()  # Servers that have not answered since the connection to them was made anew.
+        self._begun: Push | None = None  # A push of which buckets were sent, but which is not announced yet.
+        self._unheard: set[int] = set()  # Servers that have not answered on their new connection yet.
         self._presence: str | None = None  # Last announced presence of this worker.
         self._thread = threading.Thread(target=self._run, name="star-ps-client", daemon=True)
 
@@ -182,7 +182,7 @@ class Line:
                 each.close(linger_ms=500)
 
     def _tick(self) -> int:
-        """Run the connections' timers; milliseconds to the next one."""
+        """Run the connections' due timers. Return the milliseconds until the next one, at most `_POLL_MS`."""
         now_s = time.monotonic()
         for dealer in self._sockets:
             if dealer.next_s <= now_s:
@@ -201,7 +201,7 @@ class Line:
         return dealer
 
     def _send(self, dealer: Dealer, frames: list[Any]) -> None:
-        """Send a message, unless the server has closed its end, or was restarted: `replace` then sends what it needs.
+        """Send a message, unless the server closed its end or was restarted: `_reconnect` then sends what it needs.
 
         Raises:
             ChannelError: The connection was abandoned.
@@ -269,7 +269,7 @@ class Line:
         self._sockets[index].close()
         self.endpoints[index] = endpoint
         self._sockets[index] = self._connect(endpoint)
-        if index == 0 and self._presence is not None:  # The new process may lack it.
+        if index == 0 and self._presence is not None:  # The new process may not know it.
             self._meta(Kind.PRESENCE, 0, {"what": self._presence})
         push = self.push
         if push is not None and not push.answered:
@@ -281,11 +281,11 @@ class Line:
             self._repeat(index)
 
     def _repeat(self, index: int) -> None:
-        """Ask for what a server that was restarted may not have sent, or may have sent in vain."""
+        """Ask again for what a restarted server may not have sent, or may have sent to the former connection."""
         push = self.push
         if push is not None and not push.answered:
             push.again.add(index)
-            # The former server 0 may not have read, or carried out, what it was told about others.
+            # The former server 0 may not have handled the announcements for other restarted servers.
             for restarted in sorted(push.again) if index == 0 else (index,):
                 self._announce(push, again=restarted)
         with self.changed:
@@ -295,10 +295,11 @@ class Line:
             self._ask(exchange)
 
     def _note_heard(self) -> None:
-        """Servers that know their new connection: what they send from now on comes.
+        """Repeat requests at servers that now know their new connection: from now on their answers arrive.
 
-        One that is told twice of its restart, or after it was found by itself, answers to the connection that was given
-        up, until it has heard the new one; so it is asked no sooner. What server 0 is asked comes by its connection.
+        A server whose restart is reported twice, or that the worker found by itself, answers on the former connection
+        until it has received something on the new one; so requests are not repeated earlier. Server 0 is asked on its
+        own connection and needs no such wait.
         """
         for index in [each for each in self._unheard if self._sockets[each].stream.peer]:
             self._unheard.discard(index)

@@ -15,20 +15,20 @@ from star_hvd.ps.common.validation import check_push_result
 from star_hvd.ps.common.wire import PART_BYTES, Gathering, Header, Kind, parts
 
 _STATE_TIMES, _STATE_BYTES = 64, 16 << 20
-"""Limit on a chunk's record: this multiple of its parameters plus a constant. Adam's state is twice as large as the
-parameters, with half precision four times."""
+"""Limit on a chunk's record: this multiple of its parameters plus a constant. Adam's state is twice the size of the
+parameters, four times with half precision."""
 
 __all__ = ["Exchange", "Reply", "StateExchange"]
 
 
 @dataclass(slots=True)
 class Reply:
-    """What the servers answered.
+    """The servers' answer.
 
     Attributes:
-        kind: `params`, `dropped`, `moved` or `interrupted`; `known` where a request for parameters got none.
-        version: Of the parameters; with `moved` the final one.
-        plan_id: Of the servers' active plan; with `moved` the one they were drained for.
+        kind: `params`, `dropped`, `moved` or `interrupted`; `known` if a request for parameters needed none.
+        version: Version of the parameters; with `moved` the final one.
+        plan_id: Id of the servers' active plan; with `moved` the one they were drained for.
         applied: Whether the push is in the parameters.
         reason: Why a push was dropped.
         params: Flat parameters per bucket, without the weight; overwritten by the next push.
@@ -50,9 +50,9 @@ class Exchange:
     Args:
         layout: The layout.
         flats: Flat tensors that receive the parameters, per bucket.
-        kind: Kind of the messages with the parameters.
-        known: Version of the parameters that this rank has; chunks of it need not be sent. None for none.
-        empty: Whether the answer is wanted alone, without parameters.
+        kind: Kind of the messages that carry the parameters.
+        known: Version that this rank already has, whose chunks need not be sent; None if it has none.
+        empty: Whether only the answer is wanted, without parameters.
     """
 
     def __init__(
@@ -87,21 +87,21 @@ class Exchange:
 
     @property
     def asks(self) -> dict[str, Any]:
-        """What a request for it says."""
+        """Contents of the request message."""
         return {"known": self._known, "empty": self._empty} if self._known is not None or self._empty else {}
 
     @property
     def mixed(self) -> bool:
-        """Whether some chunks have come and some have not: those of a server that was restarted meanwhile."""
+        """Whether some chunks were sent and others held back, which happens if a server restarted meanwhile."""
         return 0 < len(self._not_sent) < len(self._layout.chunks)
 
     def has(self, bucket: int) -> bool:
-        """Whether all of a bucket's parameters are here."""
+        """Return whether all of a bucket's parameters are here."""
         return not self._left[bucket]
 
     @property
     def promised(self) -> bool:
-        """Whether a push has its result, and what is missing of the answer are parameters alone."""
+        """Whether a push has its result, and the answer lacks parameters at most."""
         return self._push_result is not None and self._push_result["kind"] in ("params", "dropped")
 
     @property
@@ -115,12 +115,12 @@ class Exchange:
 
     @property
     def counts_at_the_end(self) -> bool:
-        """Whether the servers were drained with this push in the last update."""
+        """Whether the servers were drained and this push is in their last update."""
         result = self._push_result
         return result is not None and result["kind"] == "moved" and bool(result["applied"])
 
     def describe(self) -> str:
-        """What is missing, for an error."""
+        """Describe what is missing, for an error."""
         result = "" if self._kind != Kind.PARAMS or self._push_result is not None else ", and the push's result"
         servers = sorted({self._layout.chunks[chunk].server for chunk, _ in self._missing})
         return f"{len(self._missing)} messages of servers {servers} are missing{result}"
@@ -158,7 +158,7 @@ class Exchange:
             self._left[chunk.bucket] -= 1
 
     def _note_none(self, header: Header) -> None:
-        """A chunk is not sent, as it was asked for."""
+        """Note a chunk that the server held back because the request allowed it."""
         if not self._empty and header.version != self._known:
             raise ChannelError(f"a server kept a chunk of version {header.version} back; expected {self._known}")
         missing = {key for key in self._missing if key[0] == header.chunk}
@@ -170,11 +170,11 @@ class Exchange:
 
     @property
     def version(self) -> int:
-        """Of the parameters. After a server's restart chunks can differ in version; the least is given."""
+        """Version of the parameters; the lowest if chunks differ, which can happen after a server's restart."""
         return min(self._versions, default=0)
 
     def reply(self) -> Reply:
-        """The answer; its version is that of the result as long as parameters are missing."""
+        """Return the answer; while parameters are missing, its version is that of the result."""
         version = self.version
         if self._not_sent:
             return Reply("known", version)
@@ -210,7 +210,7 @@ class StateExchange(Exchange):
         return len(self._whole) == len(self._layout.chunks)
 
     def describe(self) -> str:
-        """What is missing, for an error."""
+        """Describe what is missing, for an error."""
         return f"{len(self._layout.chunks) - len(self._whole)} of {len(self._layout.chunks)} chunks are missing"
 
     def add(self, header: Header, data: Any) -> None:
@@ -227,7 +227,7 @@ class StateExchange(Exchange):
             self._whole[header.chunk] = whole
 
     def snapshot(self) -> Snapshot:
-        """The complete state, in the parameters' shapes.
+        """Return the complete state, in the parameters' shapes.
 
         Raises:
             ChannelError: A record is damaged, or the chunks are of different versions.

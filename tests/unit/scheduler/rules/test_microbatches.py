@@ -119,6 +119,10 @@ def test_tasks_that_a_rank_does_not_have_it_cannot_give_back() -> None:
     pool.begin(1, 0, 3, 0.0, 0.0)
     with pytest.raises(ValueError, match="gives back tasks"):
         pool.begin(1, 0, -1, 1.0, 1.0, given=[(5, 6), (3, 4)])
+    before = pool.queued(1, 0)
+    with pytest.raises(ValueError, match="gives back tasks"):
+        pool.begin(1, 0, before[0], 1.0, 1.0, given=[(0, 1)])
+    assert pool.queued(1, 0) == before, "the pass that came with it is not begun either"
     assert pool.queued(1, 0) == [4, 5]
 
 
