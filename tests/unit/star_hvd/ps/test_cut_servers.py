@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import threading
 import time
@@ -22,6 +23,7 @@ from star_hvd.channel.state_transfer import TensorServer, fetch
 from star_hvd.engine.records import Snapshot
 from star_hvd.ps.common.auth import Endpoint
 from star_hvd.ps.worker.exchange import Reply
+from tests.support.effort import cases
 from tests.support.proxy import TO_CLIENT, TO_SERVER, Proxy
 from tests.support.ps_cluster import DEADLINE_S, Cluster, plain_steps, run_all
 from tests.unit.star_hvd.channel.test_channel import within
@@ -29,6 +31,7 @@ from tests.unit.star_hvd.ps.test_cluster import assert_equal_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
+BLOCKED_S = 60.0  # No answer takes so long, whatever the machine does.
 RECOVERY_S = 20.0  # Two seconds are promised; a test machine may be busy.
 
 
@@ -209,6 +212,61 @@ def test_what_a_server_sends_to_a_connection_that_was_given_up_is_asked_for_agai
             reader.join(RECOVERY_S)
             assert not reader.is_alive(), "it waits for what was sent to the former connection"
         way.close()
+
+
+UNEVEN = {
+    "ssp": Plan.ps(3, 1, rule="ssp", slack=1),
+    "two of three": Plan.ps(3, 2),
+    "all": Plan.ps(3, 3),
+}
+
+
+def trouble(made: CutCluster, chosen: random.Random) -> None:
+    """For a tenth of a second: resets, restarts that are told of twice, and ranks that are silent and heard again.
+
+    No more than that, so that nothing of it helps a rank that it has blocked.
+    """
+    silent = [rank for rank in range(3) if chosen.random() < 0.7]
+    for rank in silent:
+        made.servers[0].member(0, rank, "absent")
+    acts: list[Callable[[], None]] = [lambda r=r: made.servers[0].member(0, r, "present") for r in silent]  # type: ignore[misc]
+    for _ in range(chosen.randrange(3)):
+        acts.append(chosen.choice(made.proxies + made.links).cut)
+    for rank in range(3):
+        index = chosen.randrange(2)
+        acts.append(lambda r=rank, i=index: made.clients[r].replace(i, through(made.endpoints, made.proxies)[i]))  # type: ignore[misc]
+    chosen.shuffle(acts)
+    for act in acts:
+        time.sleep(chosen.uniform(0.0, 0.03))
+        act()
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_nothing_that_is_told_late_or_twice_blocks_a_rank(name: str) -> None:
+    """Epochs in which ranks have more or less to do, as under `shard`; those that are done wait for the others."""
+    epochs = cases(40)
+    with cut_cluster(UNEVEN[name], servers=2) as made:
+        end = threading.Barrier(3)
+
+        def work(rank: int) -> None:
+            client, chosen, step, version = made.clients[rank], random.Random(rank), 0, 0
+            for _ in range(epochs):
+                troubled = threading.Thread(target=trouble, args=(made, chosen))
+                if rank == 0:
+                    troubled.start()
+                for _ in range(chosen.randrange(12)):
+                    time.sleep(chosen.uniform(0.0, 0.02))
+                    client.push(step=step, version=version, flats=made.gradients(rank, step), weight=1.0)
+                    version, step = client.wait(BLOCKED_S).version, step + 1
+                client.absent(True)
+                client.pull(BLOCKED_S, empty=True)
+                if rank == 0:
+                    troubled.join(BLOCKED_S)
+                end.wait(2.0 * BLOCKED_S)
+                client.absent(False)
+
+        run_all(*(lambda r=r: work(r) for r in range(3)))
+        assert all(made.server_of(index).malformed == 0 for index in range(2))
 
 
 def test_reads_presence_and_the_end_of_a_mode_survive() -> None:
