@@ -34,7 +34,7 @@ ORDER = (
     "LeaseStock._changed",
     "MicrobatchStock._changed",
     "BatchSizes._lock",
-    "Nursery._lock",
+    "ForkerProcess._lock",
     "Pipe._lock",
     "Dispatch._changed",
     "Fences._lock",

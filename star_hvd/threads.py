@@ -6,8 +6,8 @@
 - star-late-N: the same.
 - star-helper-N and star-ps-client: the same, by handlers of their own.
 - star-coordinator: logs an error; all steps run in lockstep from then on.
-- star-model, star-door, star-resources, star-probe, star-job-log, star-run-log, star-run-sender: log a warning; their
-  data is missing from then on.
+- star-model, star-handshakes, star-resources, star-probe, star-job-log, star-run-log, star-run-sender: log a warning;
+  their data is missing from then on.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ import zmq
 import star_hvd as hvd
 from benchmarks.lab.spec import write_json
 from benchmarks.lab.worker import register
-from star_hvd.channel.door import DATA_BYTES, set_limits
-from star_hvd.channel.gate import route
+from star_hvd.channel.connection_filter import route
+from star_hvd.channel.handshake_limiter import DATA_BYTES, set_limits
 from star_hvd.runtime import runtime
 
 _WIDTH, _SIZE = 512, 256

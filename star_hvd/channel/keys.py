@@ -24,8 +24,8 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from star_hvd import env
-from star_hvd.channel.door import DATA_BYTES, DoorWatch, set_limits
-from star_hvd.channel.gate import loopback_source, resolve, route
+from star_hvd.channel.connection_filter import loopback_source, resolve, route
+from star_hvd.channel.handshake_limiter import DATA_BYTES, HandshakeLimiter, set_limits
 from star_hvd.errors import ChannelError
 
 __all__ = ["JobKey", "KeyPair", "Keyring", "Peer", "PrivateFolder", "own_address"]
@@ -197,7 +197,7 @@ class Keyring:
         self.pair, self.server_pair = KeyPair(), KeyPair()
         self.peers: list[Peer] = []
         self._known = _Known()
-        self._door = DoorWatch()
+        self._limiter = HandshakeLimiter()
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._known)
@@ -210,14 +210,14 @@ class Keyring:
     @property
     def denied(self) -> int:
         """Connections rejected because they are not of this job."""
-        return self._door.denied
+        return self._limiter.denied
 
     def admit(self, peers: list[Peer]) -> None:
         """Accept connections of these ranks from now on; `peers` is in order of rank."""
         self.peers = peers
         self._known.keys = frozenset(peer.public_key for peer in peers)
-        self._door.expect(2 * len(peers))  # A rank may have one connection for fetches and one for pushes.
-        self._door.know(self._sources())
+        self._limiter.expect(2 * len(peers))  # A rank may have one connection for fetches and one for pushes.
+        self._limiter.know(self._sources())
 
     def _sources(self) -> frozenset[str]:
         """Addresses that the job's connections come from."""
@@ -240,7 +240,7 @@ class Keyring:
         """
         router = self._router(max_bytes)
         self.pair.serve(router)
-        self._door.watch(router)
+        self._limiter.watch(router)
         port = router.bind_to_random_port(f"tcp://{host}")
         return router, int(port)
 
@@ -276,6 +276,6 @@ class Keyring:
 
     def close(self) -> None:
         """Stop the authenticator and destroy the context; threads should have closed their sockets before."""
-        self._door.stop()
+        self._limiter.stop()
         self._authenticator.stop()
         self.context.destroy(linger=500)

@@ -18,7 +18,7 @@ a slow link still acknowledges some bytes."""
 _RECONNECT_MS, _MOST_RECONNECT_MS = 50, 400
 _CONNECT_TIMEOUT_MS = 1500
 """After this time a connection attempt starts over. The system itself would retry only after 1, 2, 4, 8, ... more
-seconds, if the host was cut off or drops a share of the requests (`gate`)."""
+seconds, if the host was cut off or drops a share of the requests (`connection_filter`)."""
 
 
 def keep_alive(socket: zmq.Socket[Any]) -> None:

@@ -53,11 +53,11 @@ from star_hvd.channel.messages.switch import (
     Switched,
 )
 from star_hvd.config import Config
-from star_hvd.coordinator.lease_desk import LeaseDesk, MicrobatchDesk, spans_of
+from star_hvd.coordinator.lease_service import LeaseService, MicrobatchService, spans_of
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.optimizer_state import OptimizerState
 from star_hvd.coordinator.set_ledger import SetLedger
-from star_hvd.coordinator.share_desk import ShareControl
+from star_hvd.coordinator.share_control import ShareControl
 from star_hvd.coordinator.validation import check
 from star_hvd.errors import ChannelError
 
@@ -113,10 +113,10 @@ class JobState:
         self._hosts = tuple(hosts)
         self._ranker = ranker
         self._epochs: dict[tuple[int, int], _Epoch] = {}
-        self._leases = LeaseDesk(world_size, lambda to, message: self.outbox.append((to, message)))
-        self.microbatches = MicrobatchDesk(world_size, lambda to, message: self.outbox.append((to, message)))
+        self._leases = LeaseService(world_size, lambda to, message: self.outbox.append((to, message)))
+        self.microbatches = MicrobatchService(world_size, lambda to, message: self.outbox.append((to, message)))
         self.shares = ShareControl(world_size, self._broadcast)
-        self._leases.totals = self.shares.desk.opens
+        self._leases.totals = self.shares.state.opens
         self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
         self._last_seen_s = [now_s] * world_size
         self._sent_bye = False
@@ -176,7 +176,7 @@ class JobState:
         if fed is not None:  # Other optimizers' gradients come from the same batches.
             reasons = (each.equal_batches for each in self.optimizers.values())
             fed.equal_batches = next(filter(None, reasons), "")
-        if fed is not None and self.shares.desk.batch:
+        if fed is not None and self.shares.state.batch:
             fed.shares = self.shares
             self.shares.tick(fed.active, now_s, even=bool(fed.equal_batches))
         self.microbatches.steals = fed is not None and fed.active.steal
@@ -361,7 +361,7 @@ class JobState:
         change = self.shares.ready(rank, message, 0 if engine is None else engine.rule.step + 1)
         if change is None or engine is None:
             return
-        self._leases.entitle(self.shares.desk.loader, change.epoch, change.totals, change.later, now_s)
+        self._leases.entitle(self.shares.state.loader, change.epoch, change.totals, change.later, now_s)
         logger.info("step %d: %s", change.step, self.shares.sentence() or "all ranks get equal batches")
         engine.shares_changed(change.step, change.shares, self.shares.sentence())
 

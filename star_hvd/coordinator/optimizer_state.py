@@ -39,7 +39,7 @@ from star_hvd.coordinator.prewarm import Readiness
 from star_hvd.coordinator.report_trigger import SlowReportTrigger
 from star_hvd.coordinator.reports import Arrivals, History, Losses
 from star_hvd.coordinator.set_ledger import SetLedger
-from star_hvd.coordinator.share_desk import ShareControl
+from star_hvd.coordinator.share_control import ShareControl
 from star_hvd.coordinator.switch import Switch
 
 __all__ = ["OptimizerState"]
@@ -108,7 +108,7 @@ class OptimizerState:
         self.folds = 0.0  # Late gradients of all ranks that were folded into a later step.
         self.has_queue = self.has_shares = False  # A loader of `shard` feeds the ranks; batches can have other sizes.
         self.microbatches = 0  # Per rank and step, if a loader of `shard` splits its batches.
-        self.microbatch_fixed_part = math.nan  # See `MicrobatchDesk.fixed_part`.
+        self.microbatch_fixed_part = math.nan  # See `MicrobatchService.fixed_part`.
         self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
         self.exact = False  # Whether `auto` may choose only modes that do not change the mathematics.
         self.unfed = ""  # Why the batch shares or the stealing that the user asked for are not possible.
@@ -368,7 +368,7 @@ class OptimizerState:
             comm_bytes=self.gradient_bytes,
             edge_part=self.edge_part,
             allowed=(frozenset(MODES) if self._may_relax else _EXACT).difference(self.blocked),
-            batch=self.shares.desk.batch if self.shares is not None and not self.equal_batches else 0,
+            batch=self.shares.state.batch if self.shares is not None and not self.equal_batches else 0,
             microbatches=0 if self.equal_batches else self.microbatches,
             headroom=tuple(self.headroom.levels()),
             fixed_part=self.shares.fixed_part if self.shares is not None else self.microbatch_fixed_part,

@@ -85,7 +85,7 @@ class ModeServices:
         self._given_up: dict[int, int] = {}  # Per optimizer, the last `plan_id` that nothing waits for any more.
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = supervised(self._run, "star-prepare")
-        self.house = ServerSessions(rank, config, key, host, send, drivers)
+        self.sessions = ServerSessions(rank, config, key, host, send, drivers)
 
     def start(self) -> None:
         """Start the threads."""
@@ -95,7 +95,7 @@ class ModeServices:
     def stop(self, deadline_s: float = 5.0) -> None:
         """End threads and servers."""
         self._tasks.put(None)
-        self.house.stop()
+        self.sessions.stop()
         self.sets.stop(deadline_s)
         if self._thread.ident is not None:
             self._thread.join(deadline_s)
@@ -119,11 +119,11 @@ class ModeServices:
             (self.sets.add if isinstance(message, MakeSet) else self.sets.remove)(message.ranks)
         elif isinstance(message, WarmServers):
             if self._rank in message.ranks:
-                self.later(self.house.warm)
+                self.later(self.sessions.warm)
         elif isinstance(message, Probe):
             supervised(self._probe, "star-probe", args=(message,), critical=False).start()
         elif isinstance(message, (Servers, ServerRestarted, Presence)):
-            self.house.on_message(message)
+            self.sessions.on_message(message)
 
     def _probe(self, message: Probe) -> None:
         """Measure this rank's link, in a thread of its own."""
@@ -147,12 +147,12 @@ class ModeServices:
         with self._changed:
             self._given_up[optimizer_id] = max(plan_id, self._given_up.get(optimizer_id, -1))
             self._changed.notify_all()
-        self.house.give_up(optimizer_id, plan_id)
+        self.sessions.give_up(optimizer_id, plan_id)
 
     def forget(self, optimizer_id: int) -> None:
         """Forget an optimizer that is closed on all ranks."""
         self.give_up(optimizer_id, sys.maxsize)
-        self.house.forget(optimizer_id)
+        self.sessions.forget(optimizer_id)
 
     # ---- process sets -----------------------------------------------------------------------------------------
 
@@ -196,12 +196,12 @@ class ModeServices:
         """Get a plan's process sets, servers and connections ready; return why that failed, or None. Blocks."""
         reason = self._await_sets(optimizer_id, plan)
         if reason is None and plan.family in ("ps", "grouped"):
-            reason = self.house.prepare(optimizer_id, plan)
+            reason = self.sessions.prepare(optimizer_id, plan)
         return reason
 
     def session(self, optimizer_id: int, plan: Plan) -> int | None:
         """Return the session of servers that a prepared plan starts or continues, None if it has no servers."""
-        return self.house.session_number(optimizer_id, plan) if plan.family in ("ps", "grouped") else None
+        return self.sessions.session_number(optimizer_id, plan) if plan.family in ("ps", "grouped") else None
 
     def steps(self, optimizer_id: int, plan: Plan) -> Steps:
         """Return the object that makes the steps of a prepared plan outside the family `all_ranks`."""
@@ -242,9 +242,9 @@ class ModeServices:
             "on_step": driver.reporter.note_step,
             "on_notes": driver.reporter.note_updates,
             "plan_of": driver.switcher.plan_of,
-            "same_session": lambda one, other: self.house.same_session(optimizer_id, one, other),
+            "same_session": lambda one, other: self.sessions.same_session(optimizer_id, one, other),
         }
-        client = self.house.client(optimizer_id, plan)
+        client = self.sessions.client(optimizer_id, plan)
         if plan.mode == "ps":
             timed: Any = TimedClient(client, driver.timeline)
             background = plan.in_background(self._config.background)
@@ -259,16 +259,16 @@ class ModeServices:
 
     def seed(self, optimizer_id: int, plan: Plan, snapshot: Callable[[], Snapshot]) -> None:
         """Give this rank's server the state to start with, a snapshot; called on ranks that run a server."""
-        self.house.seed(optimizer_id, plan, snapshot())
+        self.sessions.seed(optimizer_id, plan, snapshot())
 
     def end(self, optimizer_id: int, plan: Plan, new: Plan) -> None:
         """Let this rank's server change its rule or make its last update, as all ranks are ready to switch to `new`."""
-        self.house.end(optimizer_id, plan, new)
+        self.sessions.end(optimizer_id, plan, new)
 
     def begun(self, optimizer_id: int, plan: Plan) -> None:
         """Note that a plan with servers is in force."""
-        self.house.begun(optimizer_id, plan)
+        self.sessions.begun(optimizer_id, plan)
 
     def final_state(self, optimizer_id: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
         """Return the state with which the servers of a plan ended at `version`, None if it is no longer available."""
-        return self.house.final_state(optimizer_id, plan, version, deadline_s)
+        return self.sessions.final_state(optimizer_id, plan, version, deadline_s)

@@ -27,7 +27,7 @@ from star_hvd import env, threads
 from star_hvd.build_check import own_build, require_equal
 from star_hvd.channel.agent import Agent
 from star_hvd.channel.departures import Departures
-from star_hvd.channel.door import CONTROL_BYTES, SLACK_BYTES
+from star_hvd.channel.handshake_limiter import CONTROL_BYTES, SLACK_BYTES
 from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
 from star_hvd.channel.late_push import MAX_PROBE_BYTES, PROBE, LatePushes
 from star_hvd.channel.messages import base as messages

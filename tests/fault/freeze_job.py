@@ -56,7 +56,7 @@ def strike(what: str, name: str) -> dict[str, Any]:
         return {"went_on": went_on, "frozen_s": time.monotonic() - began_s}
     run = runtime.current()
     assert run is not None
-    pid = run.services.house.server.pid
+    pid = run.services.sessions.server.pid
     assert pid is not None, "this rank owns no server"
     if what != "owner":
         os.kill(pid, signal.SIGSTOP)

@@ -56,8 +56,8 @@ def server(kill: bool) -> None:
     for again in range(STEPS):
         step(net, optimizer, again)
         run = runtime.current()
-        if kill and again in (KILL_AT, 2 * KILL_AT) and run is not None and run.services.house.server.pid:
-            os.kill(run.services.house.server.pid, signal.SIGKILL)
+        if kill and again in (KILL_AT, 2 * KILL_AT) and run is not None and run.services.sessions.server.pid:
+            os.kill(run.services.sessions.server.pid, signal.SIGKILL)
     optimizer.close()
     steps = optimizer.stats()["steps"] - number
     write_result({"digest": digest(net), "before": before, "sync_steps": number, "steps": steps})

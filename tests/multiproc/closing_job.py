@@ -46,7 +46,7 @@ def open_files() -> dict[str, int]:
         "server": sum(child.num_fds() for child in servers),
         "servers": len(servers),
         "threads": me.num_threads(),
-        "sessions": sum(len(run.services.house.open_sessions(number)) for number in range(OPTIMIZERS)),
+        "sessions": sum(len(run.services.sessions.open_sessions(number)) for number in range(OPTIMIZERS)),
     }
 
 

@@ -170,10 +170,10 @@ def beforehand() -> Facts:
     there, began_s = torch.zeros(1), time.monotonic()
     while float(there) < 1.0 and within(began_s):
         step()
-        pid = services.house.server.pid
+        pid = services.sessions.server.pid
         ready = services.sets.get(members.members) is not None and (pid is not None or int(hvd.rank()) != 1)
         there = hvd.allreduce(torch.tensor([float(ready)]), op=hvd.Min, name=f"ready{number}")
-    facts = {"ready": float(there), "pid": services.house.server.pid, "mode_then": optimizer.mode}
+    facts = {"ready": float(there), "pid": services.sessions.server.pid, "mode_then": optimizer.mode}
     seen = []
     for plan in (members, served):
         began_s = time.monotonic()
@@ -184,7 +184,7 @@ def beforehand() -> Facts:
                 break
         seen.append(optimizer.mode)
         hvd.barrier()
-    return finish(net, optimizer) | facts | {"seen": seen, "pid_again": services.house.server.pid}
+    return finish(net, optimizer) | facts | {"seen": seen, "pid_again": services.sessions.server.pid}
 
 
 def many_sets() -> Facts:

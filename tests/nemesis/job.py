@@ -49,7 +49,7 @@ def ports() -> list[int]:
     run = runtime.current()
     assert run is not None
     own = run.keyring.peers[run.rank]
-    endpoint = run.services.house.server.endpoint
+    endpoint = run.services.sessions.server.endpoint
     return [port for port in (own.control_port, own.tensor_port, endpoint.port if endpoint else 0) if port]
 
 

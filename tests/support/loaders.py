@@ -1,4 +1,4 @@
-"""Ranks of a loader in one process: their clients, and the coordinator's desk in a thread of its own."""
+"""Ranks of a loader in one process: their clients, and the coordinator's service in a thread of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
 from star_hvd.config import Config
-from star_hvd.coordinator.lease_desk import LeaseDesk
+from star_hvd.coordinator.lease_service import LeaseService
 from star_hvd.loader import ShardLoader, shard
 from star_hvd.runtime import runtime
 from star_hvd.runtime.asked_plans import AskedPlans
@@ -51,7 +51,7 @@ class World:
     """
 
     def __init__(self, ranks: int, monkeypatch: Any) -> None:
-        self.desk = LeaseDesk(ranks, self._to_rank)
+        self.service = LeaseService(ranks, self._to_rank)
         self.weights: list[float] = []
         self.steps = [-1] * ranks
         self._here = threading.local()
@@ -131,13 +131,13 @@ class World:
         """A message of a rank, in the coordinator's thread."""
         now_s = time.monotonic()
         if isinstance(message, LeaseAsk):
-            self.desk.ask(rank, message, None, now_s)
+            self.service.ask(rank, message, None, now_s)
         elif isinstance(message, LeaseReturn):
-            self.desk.give_back(rank, message, now_s)
+            self.service.give_back(rank, message, now_s)
         elif isinstance(message, ConsumedRequest):
-            self.desk.request_consumed(rank, message)
+            self.service.request_consumed(rank, message)
         elif isinstance(message, Consumed):
-            self.desk.consumed(rank, message)
+            self.service.consumed(rank, message)
 
     def _to_rank(self, rank: int, message: Message) -> None:
         self.runs[rank].client.on_message(message)

@@ -17,13 +17,13 @@ from typing import Any
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from star_hvd.channel.door import DoorWatch, set_limits
-from star_hvd.channel.gate import route
+from star_hvd.channel.connection_filter import route
+from star_hvd.channel.handshake_limiter import HandshakeLimiter, set_limits
 from star_hvd.channel.keys import JobKey
 from star_hvd.errors import ChannelError
 from star_hvd.ps.common.wire import MAX_MESSAGE_BYTES
 
-__all__ = ["Door", "Endpoint", "JobKey", "connect"]
+__all__ = ["ServerSocket", "Endpoint", "JobKey", "connect"]
 
 _KEY_BYTES = 40
 
@@ -68,7 +68,7 @@ class Endpoint:
         return found
 
 
-class Door:
+class ServerSocket:
     """A listening ROUTER of this job that counts rejected connections.
 
     Args:
@@ -79,7 +79,7 @@ class Door:
     """
 
     def __init__(self, context: zmq.Context[Any], key: JobKey, host: str, port: int = 0) -> None:
-        self._watch = DoorWatch()
+        self._watch = HandshakeLimiter()
         self.expect(len(key.admitted))
         self._watch.know(key.sources)
         self._authenticator = ThreadAuthenticator(context)
@@ -110,7 +110,7 @@ class Door:
         return self._watch.denied
 
     def expect(self, peers: int) -> None:
-        """Allow `peers` of the job's own connections at once; see `DoorWatch.expect`."""
+        """Allow `peers` of the job's own connections at once; see `HandshakeLimiter.expect`."""
         self._watch.expect(peers)
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import msgpack
 import torch
 import zmq
 
-from star_hvd.channel.door import SLACK_BYTES
+from star_hvd.channel.handshake_limiter import SLACK_BYTES
 from star_hvd.errors import ChannelError
 
 __all__ = [

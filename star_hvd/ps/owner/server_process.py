@@ -27,8 +27,8 @@ from star_hvd.ps.common.mirror import new_memory
 from star_hvd.ps.common.optimizer_spec import OptimizerSpec
 from star_hvd.ps.common.pipe import Pipe, PipeFull
 from star_hvd.ps.common.record import Record, make_record
-from star_hvd.ps.owner.nursery import Forked, Nursery
-from star_hvd.ps.owner.vigil import Health, Vigil
+from star_hvd.ps.owner.forker_process import ForkedServer, ForkerProcess
+from star_hvd.ps.owner.watchdog import Health, ServerWatchdog
 from star_hvd.threads import supervised
 
 __all__ = ["ServerProcess"]
@@ -91,13 +91,13 @@ class ServerProcess:
         # Guards the following; never held during a blocking call.
         self._changed = ordered_condition("ServerProcess._changed")
         self._opened: dict[tuple[int, int], _Opened] = {}
-        self._process: Forked | None = None
+        self._process: ForkedServer | None = None
         self._pipe: Pipe | None = None
         self._thread: threading.Thread | None = None
         self._wanted_s: float | None = None  # Deadline of a requested or running start.
         self._failure: DeadlineError | None = None
         self._stopping = False
-        self._nursery = Nursery(self._environment)  # This and the following: used only by the thread.
+        self._forker = ForkerProcess(self._environment)  # This and the following: used only by the thread.
         self._patience = 1.0
         self._owner = os.getpid()
         self.endpoint: Endpoint | None = None
@@ -192,7 +192,7 @@ class ServerProcess:
             launched = self._launch(deadline_s)
             if launched is not None:
                 self._watch(*launched)
-        self._nursery.stop()
+        self._forker.stop()
 
     def _await_order(self) -> float | None:
         with self._changed:
@@ -214,7 +214,7 @@ class ServerProcess:
             self._wanted_s = None
             self._changed.notify_all()
 
-    def _launch(self, deadline_s: float) -> tuple[Forked, Pipe] | None:
+    def _launch(self, deadline_s: float) -> tuple[ForkedServer, Pipe] | None:
         """Start a process and send it its predecessor's orders. Return None if it does not listen in time."""
         mine, theirs = socket.socketpair()
         try:
@@ -264,8 +264,8 @@ class ServerProcess:
             "faults": faults,
         }
 
-    def _spawn(self, end: socket.socket, deadline_s: float) -> Forked:
-        return self._nursery.fork(end, deadline_s, lambda: self._stopping)
+    def _spawn(self, end: socket.socket, deadline_s: float) -> ForkedServer:
+        return self._forker.fork(end, deadline_s, lambda: self._stopping)
 
     def _environment(self) -> dict[str, str]:
         found = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "OMPI_", "PMI_"))}
@@ -289,12 +289,12 @@ class ServerProcess:
             if opened.cut is not None:
                 self._send({**_named(message), "do": "cut", "plan_id": opened.cut})
 
-    def _watch(self, process: Forked, pipe: Pipe) -> None:
+    def _watch(self, process: ForkedServer, pipe: Pipe) -> None:
         """Deliver events until the process is gone, and kill it if it is frozen or hung."""
-        vigil = Vigil(process.pid, time.monotonic(), patience=self._patience)
+        watchdog = ServerWatchdog(process.pid, time.monotonic(), patience=self._patience)
         while True:
             if pipe.poll(_CHECK_S):
-                vigil.note_event()
+                watchdog.note_event()
                 for event in pipe.receive():
                     if event is None:
                         self._ended(process, pipe)
@@ -304,17 +304,17 @@ class ServerProcess:
                 self._ended(process, pipe)
                 return
             if process.pid > 0 and not self._stopping:
-                self._check(vigil, process, pipe)
+                self._check(watchdog, process, pipe)
 
-    def _check(self, vigil: Vigil, process: Forked, pipe: Pipe) -> None:
+    def _check(self, watchdog: ServerWatchdog, process: ForkedServer, pipe: Pipe) -> None:
         now_s = time.monotonic()
-        if vigil.ping_due(now_s):
+        if watchdog.ping_due(now_s):
             with contextlib.suppress(OSError):
                 pipe.send({"do": "ping"}, advisory=True)
-        if vigil.look(now_s) is Health.LOST and process.poll() is None:
-            if not vigil.stopped:  # It may only have been slow: give the next process more time.
+        if watchdog.look(now_s) is Health.LOST and process.poll() is None:
+            if not watchdog.stopped:  # It may only have been slow: give the next process more time.
                 self._patience *= 2.0
-            logger.error("the parameter server of rank %d is killed: %s", self._rank, vigil.reason)
+            logger.error("the parameter server of rank %d is killed: %s", self._rank, watchdog.reason)
             process.kill()  # The pipe then reports its end.
 
     def _handle(self, event: Event) -> None:
@@ -327,7 +327,7 @@ class ServerProcess:
                     opened.seed = None  # The mirror has it now.
         self._report(event)
 
-    def _ended(self, process: Forked, pipe: Pipe) -> None:
+    def _ended(self, process: ForkedServer, pipe: Pipe) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_KILL_S)
         _kill(process)
@@ -482,7 +482,7 @@ def _with_record(head: Event, record: Record) -> Event:
     return {**head, "data": data}
 
 
-def _kill(process: Forked) -> None:
+def _kill(process: ForkedServer) -> None:
     """Kill a process, if it still runs, and wait for its end."""
     if process.poll() is None:
         process.kill()

@@ -1,4 +1,4 @@
-"""`python -m star_hvd.ps.server.forker OWNER`: forks servers for the owner at its standard input; see `nursery`.
+"""`python -m star_hvd.ps.server.forker OWNER`: forks servers for the owner at its standard input; see `forker`.
 
 It has no threads, so forking is safe. It ends when the owner's thread that started it ends, and its servers end with
 it. A request on standard input is one byte accompanied by one end of a server's pipe as a file descriptor; the replies

@@ -1,4 +1,4 @@
-"""The process of a parameter server, started by `ServerProcess` through `nursery`.
+"""The process of a parameter server, started by `ServerProcess` through `forker`.
 
 Its standard input is a socket to its owner, which carries configuration, secrets, orders and events, so nothing secret
 is in the process list or the environment. When the owner dies, the socket closes and the server ends.
@@ -28,7 +28,7 @@ from scheduler.plan.plan import Plan
 from star_hvd.channel.link import Dealer, Router
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.ps.common.auth import Door, Endpoint, JobKey, connect
+from star_hvd.ps.common.auth import Endpoint, JobKey, ServerSocket, connect
 from star_hvd.ps.common.forking import end_with_parent
 from star_hvd.ps.common.identities import is_identity, session_prefix, shard_identity, worker_identity
 from star_hvd.ps.common.layout import Layout, LayoutError
@@ -249,8 +249,8 @@ class Server:
         self.key = JobKey.of_server(config["key"])
         self.faults: dict[str, Any] = config.get("faults") or {}
         self.context = zmq.Context(io_threads=int(config["io_threads"]))
-        self.door = Door(self.context, self.key, config["host"], config["port"])
-        self.peers = Router(self.door.router, TENSORS, is_identity)
+        self.socket = ServerSocket(self.context, self.key, config["host"], config["port"])
+        self.peers = Router(self.socket.router, TENSORS, is_identity)
         self.outbox = Outbox(self.peers)
         self.malformed = 0
         self._pipe = pipe
@@ -258,9 +258,9 @@ class Server:
         self._links: dict[Dealer, _Job] = {}
         self._early: dict[Key, list[list[Any]]] = {}
         self._poller = zmq.Poller()
-        self._poller.register(self.door.router, zmq.POLLIN)
+        self._poller.register(self.socket.router, zmq.POLLIN)
         self._poller.register(pipe.fileno(), zmq.POLLIN)
-        self.event({"event": "listening", "endpoint": self.door.endpoint.to_list()})
+        self.event({"event": "listening", "endpoint": self.socket.endpoint.to_list()})
 
     def event(self, event: dict[str, Any]) -> None:
         """Send an event to the owner; frequent ones are dropped if it does not keep up."""
@@ -283,7 +283,7 @@ class Server:
             ready = dict(self._poller.poll(self._tick()))
             if self._pipe.fileno() in ready and not self._control():
                 return
-            if self.door.router in ready:
+            if self.socket.router in ready:
                 self._drain(self.peers, None)
             for link, job in list(self._links.items()):
                 if not ready.keys().isdisjoint(link.sockets):
@@ -306,7 +306,7 @@ class Server:
         for job in self._jobs.values():
             job.close()
         self.peers.bye()
-        self.door.close()
+        self.socket.close()
         self.context.destroy(linger=500)
 
     # ---- messages of workers and shards -------------------------------------------------------------------

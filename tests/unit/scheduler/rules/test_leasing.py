@@ -21,7 +21,7 @@ from scheduler.rules.leasing import Answer, LeaseQueue, joined, without
 from star_hvd.channel.messages.base import EpochEnd, Message
 from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, LeaseReturn
 from star_hvd.config import Config
-from star_hvd.coordinator.lease_desk import LeaseDesk
+from star_hvd.coordinator.lease_service import LeaseService
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.input.lease_stock import LeaseStock
 from star_hvd.runtime.coordinator_client import CoordinatorClient
@@ -31,7 +31,7 @@ LATENCY_S = 0.001
 
 
 class Job:
-    """Ranks with stocks and a desk, on a clock of its own; messages take `LATENCY_S` and arrive in order.
+    """Ranks with stocks and a service, on a clock of its own; messages take `LATENCY_S` and arrive in order.
 
     Args:
         samples: Of the epoch.
@@ -72,7 +72,7 @@ class Job:
         self.idle_s = [0.0] * ranks
         self.over: set[int] = set()
         self.messages = 0
-        self.desk = LeaseDesk(ranks, self.to_rank)
+        self.service = LeaseService(ranks, self.to_rank)
         self.waiting: dict[int, float] = {}
         self.stocks = [self.stock(rank, samples, batch) for rank in range(ranks)]
         for rank in range(ranks):
@@ -114,10 +114,10 @@ class Job:
 
         def handle() -> None:
             if isinstance(message, LeaseAsk):
-                self.desk.ask(rank, message, None, self.now_s)
+                self.service.ask(rank, message, None, self.now_s)
             else:
                 assert isinstance(message, LeaseReturn)
-                self.desk.give_back(rank, message, self.now_s)
+                self.service.give_back(rank, message, self.now_s)
                 if message.leaves and not message.early:
                     self.over.add(rank)
 
@@ -394,17 +394,17 @@ def test_drop_last_and_an_empty_epoch() -> None:
 
 def test_the_desk_forgets_old_epochs_and_turns_nonsense_away() -> None:
     said: list[tuple[int, Message]] = []
-    desk = LeaseDesk(1, lambda to, message: said.append((to, message)))
+    service = LeaseService(1, lambda to, message: said.append((to, message)))
     for epoch in range(5):
-        desk.ask(0, LeaseAsk(0, epoch, 8, 4, False, 0), 0.5, float(epoch))
+        service.ask(0, LeaseAsk(0, epoch, 8, 4, False, 0), 0.5, float(epoch))
         if epoch < 3:
-            desk.give_back(0, LeaseReturn(0, epoch, 4, True, early=True), float(epoch))
-    assert desk.epochs == [(0, 3), (0, 4)]
-    desk.give_back(0, LeaseReturn(0, 0, 4, False), 9.0)
+            service.give_back(0, LeaseReturn(0, epoch, 4, True, early=True), float(epoch))
+    assert service.epochs == [(0, 3), (0, 4)]
+    service.give_back(0, LeaseReturn(0, 0, 4, False), 9.0)
     with pytest.raises(ChannelError):
-        desk.ask(0, LeaseAsk(0, 4, 8, 4, False, 7000), None, 9.0)
+        service.ask(0, LeaseAsk(0, 4, 8, 4, False, 7000), None, 9.0)
     with pytest.raises(ChannelError):
-        desk.give_back(0, LeaseReturn(0, 4, 7000, False), 9.0)
+        service.give_back(0, LeaseReturn(0, 4, 7000, False), 9.0)
     assert len(said) == 5
 
 

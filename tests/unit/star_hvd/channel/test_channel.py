@@ -1,4 +1,4 @@
-"""The channel as a whole: agents, coordinator and tensor server over CURVE on loopback, with strangers at the door."""
+"""The channel as a whole: agents, coordinator and tensor server over CURVE on loopback, with unauthenticated peers."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from star_hvd.channel.messages.microbatches import (
     MicrobatchReturn,
     MicrobatchShares,
 )
-from star_hvd.coordinator.lease_desk import MicrobatchDesk, flat, spans_of
+from star_hvd.coordinator.lease_service import MicrobatchService, flat, spans_of
 from star_hvd.errors import StarError
 from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
 from tests.support.effort import cases
@@ -54,8 +54,8 @@ class Job:
         self.layout = StepLayout(samples, batch, parts, len(paces), done=done or (), grain=grain(batch, parts))
         self.up: list[deque[Message]] = [deque() for _ in paces]
         self.down: list[deque[Message]] = [deque() for _ in paces]
-        self.desk = MicrobatchDesk(len(paces), lambda to, message: self.down[to].append(message))
-        self.desk.steals = True
+        self.service = MicrobatchService(len(paces), lambda to, message: self.down[to].append(message))
+        self.service.steals = True
         opening = MicrobatchOpen(0, 0, samples, batch, parts, False, ahead, 7, flat(done or ()))
         self.stocks = [MicrobatchStock(r, self.layout, opening, send=self.up[r].append) for r in self.ranks]
         self.step = [0] * len(paces)
@@ -83,13 +83,13 @@ class Job:
             return
         message = self.up[rank].popleft()
         if isinstance(message, MicrobatchOpen):
-            self.desk.open(rank, message, float(self.now))
+            self.service.open(rank, message, float(self.now))
         elif isinstance(message, MicrobatchBegin):
-            self.desk.begin(rank, message, float(self.now))
+            self.service.begin(rank, message, float(self.now))
         elif isinstance(message, MicrobatchReturn):
-            self.desk.returned(rank, message, float(self.now))
+            self.service.returned(rank, message, float(self.now))
         elif isinstance(message, LeaseReturn):
-            self.desk.leave(rank, float(self.now), (0, 0))
+            self.service.leave(rank, float(self.now), (0, 0))
 
     def _down(self) -> None:
         rank = self.random.choice(self.ranks)
@@ -102,9 +102,9 @@ class Job:
             self.numbers[rank].append(batch.number)
 
     def _time(self) -> None:
-        self.desk.tick(float(self.now))
+        self.service.tick(float(self.now))
         if self.toggles and self.random.random() < 0.01:
-            self.desk.steals = not self.desk.steals
+            self.service.steals = not self.service.steals
 
     def _work(self) -> None:
         rank = self.random.choice(self.ranks)
@@ -243,17 +243,17 @@ def test_a_slow_rank_computes_less_and_the_work_ends_near_the_bound() -> None:
     job = Job(3, [100, 400, 100, 100], 160, 10, 5, ahead=2)
     job.run()
     counts = Counter(rank for step in job.taken.values() for rank, _ in step)
-    assert job.desk.taken_over > 0
+    assert job.service.taken_over > 0
     assert counts[1] < min(counts[rank] for rank in (0, 2, 3))
 
 
 def test_ranks_with_other_data_are_refused() -> None:
     told: list[tuple[int, Message]] = []
-    desk = MicrobatchDesk(2, lambda to, message: told.append((to, message)))
-    desk.open(0, MicrobatchOpen(0, 0, 100, 8, 4, False, 0, 7), 0.0)
-    desk.open(1, MicrobatchOpen(0, 0, 100, 8, 2, False, 0, 7), 0.0)
+    service = MicrobatchService(2, lambda to, message: told.append((to, message)))
+    service.open(0, MicrobatchOpen(0, 0, 100, 8, 4, False, 0, 7), 0.0)
+    service.open(1, MicrobatchOpen(0, 0, 100, 8, 2, False, 0, 7), 0.0)
     assert told[-1][0] == 1 and isinstance(told[-1][1], Lease) and "microbatches 2" in told[-1][1].refused
-    desk.open(1, MicrobatchOpen(0, 0, 100, 8, 4, False, 0, 8), 0.0)
+    service.open(1, MicrobatchOpen(0, 0, 100, 8, 4, False, 0, 8), 0.0)
     assert isinstance(told[-1][1], Lease) and "different orders" in told[-1][1].refused
     stock = MicrobatchStock(1, StepLayout(100, 8, 4, 2), MicrobatchOpen(0, 0, 100, 8, 4, False, 0, 8), send=print)
     stock.on_message(told[-1][1])
@@ -271,7 +271,7 @@ def test_a_weight_is_given_before_it_is_used() -> None:
 
 def test_a_pass_that_was_reserved_when_its_loop_was_left_goes_to_the_others() -> None:
     job = Job(0, [1, 1], 16, 8, 4)
-    job.desk.steals = False
+    job.service.steals = False
     while job.up[0] or job.up[1] or job.down[0] or job.down[1]:
         job._up(), job._down()
     for rank in job.ranks:

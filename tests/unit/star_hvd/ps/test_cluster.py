@@ -18,7 +18,7 @@ from star_hvd.channel.link import Dealer, Router
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.compression.pushes import shrunk
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.ps.common.auth import Door, connect
+from star_hvd.ps.common.auth import ServerSocket, connect
 from star_hvd.ps.common.identities import is_identity, shard_identity
 from star_hvd.ps.common.wire import Header, Kind, pack, read_meta, unpack
 from star_hvd.ps.worker.exchange import Exchange, Reply
@@ -496,22 +496,22 @@ def test_a_new_server_0_is_told_of_the_others_that_were_restarted_too() -> None:
     """What the former one was told of them was lost with it, and a push would wait for their answer for ever."""
     with cluster(Plan.ps(1, 1), servers=2) as made:
         client, contexts = made.clients[0], [zmq.Context() for _ in range(2)]
-        doors = [Door(context, made.key, "127.0.0.1") for context in contexts]  # Of servers that never answer.
-        client.replace(0, doors[0].endpoint)
+        sockets = [ServerSocket(context, made.key, "127.0.0.1") for context in contexts]  # They never answer.
+        client.replace(0, sockets[0].endpoint)
         client.push(step=0, version=0, flats=made.gradients(0, 0), weight=1.0)
         client.replace(1, made.endpoints[1])
-        client.replace(0, doors[1].endpoint)
-        second, again = Router(doors[1].router, TENSORS, is_identity), set()
+        client.replace(0, sockets[1].endpoint)
+        second, again = Router(sockets[1].router, TENSORS, is_identity), set()
         limit_s = time.monotonic() + DEADLINE_S
         while again != {0, 1}:
             assert time.monotonic() < limit_s, f"only the restart of {again} was announced"
-            doors[1].router.poll(100)
+            sockets[1].router.poll(100)
             for frames in second.receive():
                 if unpack(frames[1]).kind == Kind.PUSH:  # type: ignore[index]
                     again.add(read_meta(frames[2])["again"])  # type: ignore[index]
         client.close()
-        for door, context in zip(doors, contexts, strict=True):
-            door.close()
+        for socket, context in zip(sockets, contexts, strict=True):
+            socket.close()
             context.destroy(linger=0)
 
 

@@ -146,10 +146,10 @@ def test_strangers_are_turned_away_and_counted() -> None:
             stranger.send_multipart([pack(Header(Kind.PRESENCE, 0, 0)), msgpack.packb({"what": "absent"})])
         server = made.server_of(0)
         for _ in range(200):
-            if server.door.denied >= 2:
+            if server.socket.denied >= 2:
                 break
             plain.poll(20)
-        assert server.door.denied >= 2
+        assert server.socket.denied >= 2
         answer(made, 1)
         for stranger in strangers:
             assert not stranger.poll(0)
@@ -228,7 +228,7 @@ def test_numbers_that_make_no_sense_are_counted_and_end_nothing() -> None:
     with cluster(Plan.ps(2, 1), servers=2) as made:
         answer(made, 0)
         context, server = zmq.Context(), made.server_of(0)
-        server.door.expect(200)  # All of these are of the job, and come at once.
+        server.socket.expect(200)  # All of these are of the job, and come at once.
         held: dict[bytes, Dealer] = {}
         for kind, rank, meta in ABSURD:
             between = kind in (Kind.ARRIVED, Kind.DONE, Kind.JOIN)
@@ -250,7 +250,7 @@ def test_numbers_that_make_no_sense_are_counted_and_end_nothing() -> None:
 def test_messages_for_sessions_that_never_open_are_few() -> None:
     with cluster(Plan.ps(1, 1)) as made:
         context, server = zmq.Context(), made.server_of(0)
-        server.door.expect(200)  # All of these are of the job, and come at once.
+        server.socket.expect(200)  # All of these are of the job, and come at once.
         held = []
         for session in range(1, 101):
             early = member(made, context, worker_identity(0, session, 0))

@@ -98,8 +98,8 @@ def test_pushes_begin_early_unless_the_settings_say_no(
     drivers: Any = {0: driver}
     config = Config(background=background)
     services = ModeServices(0, config, keyring, key, "h", lambda *unused, **also: None, drivers)
-    monkeypatch.setattr(services.house, "client", lambda *unused: None)
+    monkeypatch.setattr(services.sessions, "client", lambda *unused: None)
     plan = Plan.ps(4, 3, servers=(1,), plan_id=1)
     given: Any = services.steps(0, plan)
     assert given["early"] is (background is not False) and given["gates"] == ("gates" if background else None)
-    assert services.house.prepare(0, plan) == "this is enough" and spread == [background is not False]
+    assert services.sessions.prepare(0, plan) == "this is enough" and spread == [background is not False]

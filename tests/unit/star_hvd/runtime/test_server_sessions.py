@@ -29,8 +29,8 @@ class Connection:
         self.closed = True
 
 
-class House:
-    """A house whose plans are prepared without any server."""
+class Made:
+    """Sessions whose plans are prepared without any server."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Client", Connection)
@@ -40,31 +40,31 @@ class House:
         self.engine = SimpleNamespace(plan=Plan.sync(4), applier=applier)
         drivers: Any = {0: SimpleNamespace(engine=self.engine)}
         key: Any = None
-        self.house = ServerSessions(2, Config(), key, "h", lambda *unused, **also: None, drivers)
-        monkeypatch.setattr(self.house, "_connect", lambda client, engine, plan: [])
+        self.sessions = ServerSessions(2, Config(), key, "h", lambda *unused, **also: None, drivers)
+        monkeypatch.setattr(self.sessions, "_connect", lambda client, engine, plan: [])
         self.shards: list[int] = []
-        monkeypatch.setattr(self.house.server, "close", lambda engine, number: self.shards.append(number))
+        monkeypatch.setattr(self.sessions.server, "close", lambda engine, number: self.shards.append(number))
 
     def prepare(self, plan: Plan) -> None:
-        assert self.house.prepare(0, plan) is None
+        assert self.sessions.prepare(0, plan) is None
 
     def enter(self, plan: Plan) -> Any:
         """Prepare a plan and bring it into force."""
         if plan.family in ("ps", "grouped"):
             self.prepare(plan)
             self.engine.plan = plan
-            self.house.begun(0, plan)
-            return self.house.client(0, plan)
+            self.sessions.begun(0, plan)
+            return self.sessions.client(0, plan)
         self.engine.plan = plan
         return None
 
     def numbers(self) -> list[int]:
-        return self.house.open_sessions(0)
+        return self.sessions.open_sessions(0)
 
 
 @pytest.fixture
-def house(monkeypatch: pytest.MonkeyPatch) -> House:
-    return House(monkeypatch)
+def made(monkeypatch: pytest.MonkeyPatch) -> Made:
+    return Made(monkeypatch)
 
 
 def ps(epoch: int, x: int = 3) -> Plan:
@@ -75,48 +75,48 @@ def grouped(epoch: int) -> Plan:
     return Plan.grouped(4, [(0, 1), (2, 3)]).replace(plan_id=epoch, servers=(0,))
 
 
-def test_abandoned_plans_do_not_push_out_the_connection_in_use(house: House) -> None:
-    used = house.enter(ps(10))
-    house.prepare(grouped(11))
-    house.prepare(grouped(12))
-    assert house.enter(ps(13, x=2)) is used, "the same servers under another rule"
-    house.prepare(grouped(14))
-    assert not used.closed and house.house.client(0, house.engine.plan) is used
-    assert house.numbers() == [10, 14] and house.shards == [11, 12]
+def test_abandoned_plans_do_not_push_out_the_connection_in_use(made: Made) -> None:
+    used = made.enter(ps(10))
+    made.prepare(grouped(11))
+    made.prepare(grouped(12))
+    assert made.enter(ps(13, x=2)) is used, "the same servers under another rule"
+    made.prepare(grouped(14))
+    assert not used.closed and made.sessions.client(0, made.engine.plan) is used
+    assert made.numbers() == [10, 14] and made.shards == [11, 12]
 
 
-def test_plans_abandoned_in_sync_do_not_pile_up(house: House) -> None:
+def test_plans_abandoned_in_sync_do_not_pile_up(made: Made) -> None:
     for epoch in range(1, 12, 2):
-        house.prepare(ps(epoch))
-        house.enter(Plan.sync(4).replace(plan_id=epoch + 1))
-    assert len(house.numbers()) <= 2
+        made.prepare(ps(epoch))
+        made.enter(Plan.sync(4).replace(plan_id=epoch + 1))
+    assert len(made.numbers()) <= 2
 
 
-def test_the_last_state_of_the_mode_before_stays_to_be_had(house: House) -> None:
+def test_the_last_state_of_the_mode_before_stays_to_be_had(made: Made) -> None:
     clients = []
     for epoch in range(1, 9, 2):
-        clients.append(house.enter(ps(epoch)))
-        house.enter(Plan.sync(4).replace(plan_id=epoch + 1))
+        clients.append(made.enter(ps(epoch)))
+        made.enter(Plan.sync(4).replace(plan_id=epoch + 1))
         assert not clients[-1].closed
     assert [each.closed for each in clients] == [True, False, False, False]
-    last = house.enter(grouped(9))
-    house.prepare(ps(10))
+    last = made.enter(grouped(9))
+    made.prepare(ps(10))
     assert not clients[-1].closed and not last.closed
     assert [each.closed for each in clients[:-1]] == [True, True, True]
 
 
-def test_a_mode_that_passed_by_while_the_training_thread_computed_keeps_its_last_state(house: House) -> None:
-    house.prepare(ps(1))
-    house.engine.plan = ps(1)
-    house.house.begun(0, ps(1))
-    house.engine.plan = Plan.sync(4).replace(plan_id=2)  # Nobody asked for the connection.
-    house.prepare(grouped(3))
-    assert not house.house.client(0, ps(1)).closed and house.shards == []
+def test_a_mode_that_passed_by_while_the_training_thread_computed_keeps_its_last_state(made: Made) -> None:
+    made.prepare(ps(1))
+    made.engine.plan = ps(1)
+    made.sessions.begun(0, ps(1))
+    made.engine.plan = Plan.sync(4).replace(plan_id=2)  # Nobody asked for the connection.
+    made.prepare(grouped(3))
+    assert not made.sessions.client(0, ps(1)).closed and made.shards == []
 
 
-def test_a_plan_of_an_optimizer_that_was_closed_meanwhile_is_refused(house: House) -> None:
-    assert house.house.prepare(7, ps(1)) == "optimizer 7 has ended"
-    assert house.numbers() == []
+def test_a_plan_of_an_optimizer_that_was_closed_meanwhile_is_refused(made: Made) -> None:
+    assert made.sessions.prepare(7, ps(1)) == "optimizer 7 has ended"
+    assert made.numbers() == []
 
 
 class Guarded(dict[Any, Any]):
@@ -139,28 +139,28 @@ class Guarded(dict[Any, Any]):
         return super().get(key, default)
 
 
-def test_which_session_serves_a_plan_is_read_and_written_under_the_lock(house: House) -> None:
+def test_which_session_serves_a_plan_is_read_and_written_under_the_lock(made: Made) -> None:
     """Plans are prepared in one thread, come into force in another, and are used in a third."""
-    serves = house.house._serves = Guarded(house.house._changed)
-    house.enter(ps(1))
-    house.enter(ps(2, x=2))
-    assert house.house.same_session(0, ps(1), ps(2, x=2)) and not house.house.same_session(0, ps(1), grouped(3))
-    house.house.forget(0)
+    serves = made.sessions._serves = Guarded(made.sessions._changed)
+    made.enter(ps(1))
+    made.enter(ps(2, x=2))
+    assert made.sessions.same_session(0, ps(1), ps(2, x=2)) and not made.sessions.same_session(0, ps(1), grouped(3))
+    made.sessions.forget(0)
     assert serves.uses >= 6
 
 
-def test_servers_are_told_who_was_absent_before_they_were_there(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_are_told_who_was_absent_before_they_were_there(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[str, Any]] = []
-    process = house.house.server
+    process = made.sessions.server
     for name in ("open", "seed", "member"):
         monkeypatch.setattr(process, name, lambda *given, name=name: said.append((name, given)))
-    monkeypatch.setattr(house.house, "_announce", lambda engine, plan: None)
-    house.house.on_message(Presence(1, False))
-    house.house.on_message(Presence(3, False))
-    house.house.on_message(Presence(3, True))
+    monkeypatch.setattr(made.sessions, "_announce", lambda engine, plan: None)
+    made.sessions.on_message(Presence(1, False))
+    made.sessions.on_message(Presence(3, False))
+    made.sessions.on_message(Presence(3, True))
     plan = Plan.ps(4, 3, servers=(2, 0)).replace(plan_id=1)
-    house.enter(plan)
-    house.house.seed(0, plan, Snapshot(0, [], []))
+    made.enter(plan)
+    made.sessions.seed(0, plan, Snapshot(0, [], []))
     assert [name for name, _ in said] == ["open", "seed", "member"]
     assert said[-1][1] == (0, 1, "absent")
 
@@ -172,14 +172,14 @@ def test_a_server_that_is_not_open_yet_is_told_of_presence_later() -> None:
         Server._do(server, {"do": "cut", "engine": 0, "plan_id": 3})
 
 
-def test_nothing_is_left_of_an_optimizer_that_is_closed(house: House) -> None:
-    client = house.enter(ps(1))
-    house.house.on_message(Servers(0, 2, ["h", "1", ""]))  # Of a plan that is given up before it is looked at.
-    assert house.house.known_plans(0) == {1, 2}
-    house.house.forget(0)
-    assert client.closed and house.shards == [1] and not house.numbers()
-    assert house.house.known_plans(0) == set()
-    house.house.forget(0)
+def test_nothing_is_left_of_an_optimizer_that_is_closed(made: Made) -> None:
+    client = made.enter(ps(1))
+    made.sessions.on_message(Servers(0, 2, ["h", "1", ""]))  # Of a plan that is given up before it is looked at.
+    assert made.sessions.known_plans(0) == {1, 2}
+    made.sessions.forget(0)
+    assert client.closed and made.shards == [1] and not made.numbers()
+    assert made.sessions.known_plans(0) == set()
+    made.sessions.forget(0)
 
 
 def test_a_moved_server_is_told_of_in_its_own_session_only() -> None:

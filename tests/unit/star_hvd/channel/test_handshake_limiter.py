@@ -17,8 +17,8 @@ import zmq
 
 from benchmarks.machine.strangers import GREETING, KINDS, strangers
 from scheduler.plan.plan import Plan
-from star_hvd.channel import door, gate
-from star_hvd.channel.door import CONTROL_BYTES, DoorWatch
+from star_hvd.channel import connection_filter, handshake_limiter
+from star_hvd.channel.handshake_limiter import CONTROL_BYTES, HandshakeLimiter
 from star_hvd.channel.keys import JobKey, Keyring, Peer
 from star_hvd.ps.common.auth import connect
 from tests.support.ps_cluster import DEADLINE_S, cluster
@@ -103,7 +103,7 @@ def test_a_crowd_at_a_socket_of_a_rank(kind: str, count: int) -> None:
             router.send_multipart([b"stays", b"and you"])
             assert stays.poll(1e3 * IN_S) and stays.recv() == b"and you", "a rank that was in is still in"
         stays.close(linger=0)
-        assert made[0] > count and own.denied > door.MAX_PENDING, "most are not even let in"
+        assert made[0] > count and own.denied > handshake_limiter.MAX_PENDING, "most are not even let in"
 
 
 @pytest.mark.slow
@@ -147,7 +147,7 @@ def test_who_knows_the_public_key_and_has_none_of_the_job_is_counted() -> None:
 
 @pytest.mark.slow
 def test_a_handshake_has_a_deadline_and_the_oldest_of_too_many_go_first(caplog: pytest.LogCaptureFixture) -> None:
-    context, watch = zmq.Context(), DoorWatch(max_pending=4, handshake_s=6.0)
+    context, watch = zmq.Context(), HandshakeLimiter(max_pending=4, handshake_s=6.0)
     router = context.socket(zmq.ROUTER)
     JobKey.new().own.serve(router)
     watch.watch(router)
@@ -186,8 +186,8 @@ def test_a_handshake_has_a_deadline_and_the_oldest_of_too_many_go_first(caplog: 
 
 def test_no_file_of_the_process_is_taken_for_a_connection() -> None:
     """The number of a connection that is closed may belong to anything by the time the list is looked through."""
-    context, watch = zmq.Context(), DoorWatch()
-    found = door._Door(context.socket(zmq.PAIR), max_pending=0, handshake_s=0.0)
+    context, watch = zmq.Context(), HandshakeLimiter()
+    found = handshake_limiter._Listener(context.socket(zmq.PAIR), max_pending=0, handshake_s=0.0)
     listener = socket.create_server(("127.0.0.1", 0))
     found._port = listener.getsockname()[1]
     other, mine = socket.create_server(("127.0.0.1", 0)), socket.socketpair()
@@ -215,11 +215,12 @@ def test_no_file_of_the_process_is_taken_for_a_connection() -> None:
 def test_a_rank_comes_through_a_crowd_with_a_large_message(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """From an address of the job, and from one that nobody was told of, which waits its turn."""
     if not known:
-        monkeypatch.setattr(gate, "_LEAST", 0.25)  # Of any crowd's requests so many are let in: its turn comes.
+        # At least so many requests are let in, however many come: its turn comes.
+        monkeypatch.setattr(connection_filter, "_LEAST", 0.25)
     with ring_of_two() as (own, friend, router, port):
-        note = own._door._doors[0]
+        note = own._limiter._listeners[0]
         if not known:
-            own._door.know(())
+            own._limiter.know(())
         with strangers("flood", FEW, "127.0.0.1", port):
             limit_s = time.monotonic() + IN_S
             while not note._limited and time.monotonic() < limit_s:
@@ -252,7 +253,7 @@ def test_the_sizes_of_a_handshake_are_as_the_watch_takes_them_to_be() -> None:
     """A library that says less would have ranks shut, one that says more would let strangers stay."""
     with ring_of_two() as (own, friend, router, port):
         progress: list[int] = []
-        note = own._door._doors[0]
+        note = own._limiter._listeners[0]
         silent = socket.create_connection(("127.0.0.1", port))
         silent.sendall(GREETING)
         assert len(silent.recv(64, socket.MSG_WAITALL)) == 64
@@ -264,6 +265,6 @@ def test_the_sizes_of_a_handshake_are_as_the_watch_takes_them_to_be() -> None:
         while (len(progress) < 2 or progress[0] < 64) and time.monotonic() < limit_s:  # TCP acknowledges with delay.
             time.sleep(0.01)
             progress = sorted(note._progress(descriptor) for descriptor in sorted(note._pending))
-        assert progress[0] == 64 and progress[-1] >= door._ADMITTED_BYTES
+        assert progress[0] == 64 and progress[-1] >= handshake_limiter._ADMITTED_BYTES
         silent.close()
         kept.close(linger=0)

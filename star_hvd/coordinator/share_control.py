@@ -22,7 +22,7 @@ from star_hvd.channel.messages.leases import LeaseAsk
 from star_hvd.channel.messages.shares import EPOCH_START, MemoryLimit, ShareOrder, ShareProposal, ShareReady
 from star_hvd.errors import ChannelError
 
-__all__ = ["Change", "ShareControl", "ShareDesk"]
+__all__ = ["Change", "ShareControl", "ShareState"]
 
 _ANSWER_S = 20.0
 """Deadline for the ranks' answers: a third of the time that a rank waits for the order, so that a rank always hears in
@@ -61,7 +61,7 @@ class _Proposal:
     answers: dict[int, ShareReady] = field(default_factory=dict)
 
 
-class ShareDesk:
+class ShareState:
     """See the module's text.
 
     Args:
@@ -225,12 +225,12 @@ class ShareControl:
         send: Sends a message to all ranks.
 
     Attributes:
-        desk: Holds the shares in force and changes them.
+        state: Holds the shares in force and changes them.
         changes: Ordered changes (first step, shares, sentence), the latest last.
     """
 
     def __init__(self, world_size: int, send: Callable[[Message], None]) -> None:
-        self.desk = ShareDesk(world_size, send)
+        self.state = ShareState(world_size, send)
         self.changes: list[tuple[int, tuple[int, ...], str]] = []
         self._world_size = world_size
         self._policy: SharePolicy | None = None
@@ -240,8 +240,8 @@ class ShareControl:
     @property
     def policy(self) -> SharePolicy | None:
         """The policy that decides; None before a loader feeds the ranks."""
-        if self._policy is None and self.desk.batch:
-            self._policy = SharePolicy(self._world_size, self.desk.batch)
+        if self._policy is None and self.state.batch:
+            self._policy = SharePolicy(self._world_size, self.state.batch)
         return self._policy
 
     def note(self, rank: int, step: int, compute_s: float) -> None:
@@ -249,7 +249,7 @@ class ShareControl:
         if rank not in self._warm:
             self._warm.add(rank)
         elif self.policy is not None:
-            self.policy.note(rank, self.desk.samples(rank, step), compute_s)
+            self.policy.note(rank, self.state.samples(rank, step), compute_s)
 
     def tick(self, plan: Plan, now_s: float, *, even: bool = False) -> None:
         """Propose other shares if the plan in force or the measured times call for them.
@@ -259,17 +259,17 @@ class ShareControl:
             now_s: Current time.
             even: Whether all ranks need equally many batches, because they meet within forward or backward passes.
         """
-        self.desk.tick(now_s)
-        if self.policy is None or self.desk.pending or now_s < self._again_s:
+        self.state.tick(now_s)
+        if self.policy is None or self.state.pending or now_s < self._again_s:
             return
         wanted = self._wanted(plan, now_s, even=even)
-        if wanted is not None and wanted != self.desk.shares:
+        if wanted is not None and wanted != self.state.shares:
             self._again_s = now_s + _AGAIN_S
-            self.desk.propose(wanted, now_s, bounded=plan.balanced)
+            self.state.propose(wanted, now_s, bounded=plan.balanced)
 
     def ready(self, rank: int, message: ShareReady, next_step: int) -> Change | None:
-        """Take in a rank's answer, see `ShareDesk.ready`."""
-        change = self.desk.ready(rank, message, next_step)
+        """Take in a rank's answer, see `ShareState.ready`."""
+        change = self.state.ready(rank, message, next_step)
         if change is not None and self.policy is not None:
             self.policy.changed(change.shares)
             self.changes.append((change.step, change.shares, self.sentence()))
@@ -277,15 +277,15 @@ class ShareControl:
 
     def limit(self, rank: int, message: MemoryLimit) -> None:
         """Note the limit of a rank that ran out of memory; shares above it are changed at once."""
-        if message.loader == self.desk.loader:
-            self.desk.most[rank] = message.most
+        if message.loader == self.state.loader:
+            self.state.most[rank] = message.most
             self._decide_s = 0.0
 
     def sentence(self) -> str:
         """Describe the shares in force, `rank 2 gets 12 of 76 samples` for example; empty for plain `sync`."""
-        if not self.desk.shares or self.policy is None:
+        if not self.state.shares or self.policy is None:
             return ""
-        return share_sentence(self.desk.shares, self.policy.ratio)
+        return share_sentence(self.state.shares, self.policy.ratio)
 
     @property
     def fixed_part(self) -> float:
@@ -295,15 +295,15 @@ class ShareControl:
     def scale(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """Return the time of a usual batch over that of the batches of these steps, shape (n_ranks, n_steps)."""
         fixed = self.policy.curves.fixed if self.policy is not None else 0.0
-        ratio = self.desk.all_samples(steps) / max(1, self.desk.batch)
+        ratio = self.state.all_samples(steps) / max(1, self.state.batch)
         return np.asarray(1.0 / (fixed + (1.0 - fixed) * ratio))
 
     def _wanted(self, plan: Plan, now_s: float, *, even: bool) -> tuple[int, ...] | None:
         """Return the shares to propose, None to keep those in force."""
         assert self.policy is not None
         # Equal shares keep ranks at the same step to the end of an epoch; ranks that take what they can would diverge.
-        if plan.plain and (self.desk.shares or even):
-            return (self.desk.batch,) * self._world_size
+        if plan.plain and (self.state.shares or even):
+            return (self.state.batch,) * self._world_size
         if not plan.uneven:
             return ()
         if not plan.balanced:
@@ -311,7 +311,7 @@ class ShareControl:
         found = None
         if now_s >= self._decide_s:
             self._decide_s = now_s + _EVERY_S * max(1.0, self._world_size / _MANY)
-            found = self.policy.decide(self.desk.shares, self.desk.most)
-        if found is None and not self.desk.shares:
-            return (self.desk.batch,) * self._world_size
+            found = self.policy.decide(self.state.shares, self.state.most)
+        if found is None and not self.state.shares:
+            return (self.state.batch,) * self._world_size
         return found

@@ -21,8 +21,8 @@ from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.shares import EPOCH_START, MemoryLimit, ShareOrder, ShareProposal, ShareReady
-from star_hvd.coordinator.lease_desk import LeaseDesk
-from star_hvd.coordinator.share_desk import ShareControl, ShareDesk
+from star_hvd.coordinator.lease_service import LeaseService
+from star_hvd.coordinator.share_control import ShareControl, ShareState
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.input.batch_sizes import BatchSizes
 from star_hvd.input.lease_stock import LeaseStock
@@ -63,9 +63,9 @@ class Job:
         self.ranks, self.samples, self.epochs, self.ahead = ranks, samples, epochs, ahead
         self.up: list[deque[Message]] = [deque() for _ in range(ranks)]
         self.down: list[deque[Message]] = [deque() for _ in range(ranks)]
-        self.leases = LeaseDesk(ranks, lambda to, message: self.down[to].append(message))
-        self.desk = ShareDesk(ranks, lambda message: [queue.append(message) for queue in self.down] and None)
-        self.leases.totals = self.desk.opens
+        self.leases = LeaseService(ranks, lambda to, message: self.down[to].append(message))
+        self.state = ShareState(ranks, lambda message: [queue.append(message) for queue in self.down] and None)
+        self.leases.totals = self.state.opens
         self.step = [0] * ranks
         self.sizes = [
             BatchSizes(rank, 0, send=self.up[rank].append, step=self._step_of(rank))
@@ -119,9 +119,9 @@ class Job:
                 target[rank].on_message(message)
                 if target is self.sizes:
                     self.stocks[rank].wake()
-        elif pick < 0.62 and self.changes_left and self.desk.loader == 0 and not self.desk.pending:
+        elif pick < 0.62 and self.changes_left and self.state.loader == 0 and not self.state.pending:
             self.changes_left -= 1
-            self.desk.propose(self._some_shares(), 0.0)
+            self.state.propose(self._some_shares(), 0.0)
         elif pick < 0.8:
             self._form(rank)
         else:
@@ -139,7 +139,7 @@ class Job:
             self.leases.give_back(rank, message, 0.0)
         else:
             assert isinstance(message, ShareReady)
-            change = self.desk.ready(rank, message, max(self.step) + 1)
+            change = self.state.ready(rank, message, max(self.step) + 1)
             if change is not None:
                 self.ordered += 1
                 self.leases.entitle(0, change.epoch, change.totals, change.later, 0.0)
@@ -218,12 +218,12 @@ def test_the_global_batch_is_constant_and_every_sample_is_taken_once(
 ) -> None:
     whole = BATCH * ranks
     job = Job(seed, ranks, steps * whole + rest % whole, epochs=3, changes=0, ahead=ahead)
-    job.desk.opens(LeaseAsk(0, 0, job.samples, BATCH, False, 0), job.samples)
-    job.desk.shares = tuple(job._some_shares())
+    job.state.opens(LeaseAsk(0, 0, job.samples, BATCH, False, 0), job.samples)
+    job.state.shares = tuple(job._some_shares())
     for rank, sizes in enumerate(job.sizes):  # As after an order before the epoch.
-        sizes.on_message(ShareProposal(0, 1, list(job.desk.shares)))
-        sizes.on_message(ShareOrder(0, 1, True, list(job.desk.shares), 0, EPOCH_START, job.samples))
-        job.up[rank].clear()  # The desk takes that order to be carried out.
+        sizes.on_message(ShareProposal(0, 1, list(job.state.shares)))
+        sizes.on_message(ShareOrder(0, 1, True, list(job.state.shares), 0, EPOCH_START, job.samples))
+        job.up[rank].clear()  # The state takes that order to be carried out.
     job.changes_left = 5
     job.run()
     checked(job)
@@ -294,44 +294,44 @@ def test_an_order_that_was_given_up_leaves_sizes_alone() -> None:
 
 def test_a_rank_that_does_not_answer_or_cannot_hold_so_much_ends_the_proposal() -> None:
     sent: list[Message] = []
-    desk = ShareDesk(2, sent.append)
-    desk.opens(LeaseAsk(0, 0, 1000, 10, False, 0), 1000)
-    desk.propose((15, 5), now_s=0.0)
-    assert desk.ready(0, ShareReady(0, 1, 0, 5, 1, 50, [0, 10], 0), 9) is None and desk.pending
-    desk.tick(100.0)
-    assert not desk.pending and sent[-1] == ShareOrder(0, 1, False, [], 0, 0, 0)
-    desk.propose((15, 5), now_s=100.0)
-    desk.ready(1, ShareReady(0, 2, 0, 6, 1, 60, [0, 10], 12), 9)
-    assert desk.ready(0, ShareReady(0, 2, 0, 5, 1, 50, [0, 10], 12), 9) is None, "rank 0 can have 12 samples"
-    assert desk.most == [12, 12] and not desk.shares and sent[-1] == ShareOrder(0, 2, False, [], 0, 0, 0)
+    state = ShareState(2, sent.append)
+    state.opens(LeaseAsk(0, 0, 1000, 10, False, 0), 1000)
+    state.propose((15, 5), now_s=0.0)
+    assert state.ready(0, ShareReady(0, 1, 0, 5, 1, 50, [0, 10], 0), 9) is None and state.pending
+    state.tick(100.0)
+    assert not state.pending and sent[-1] == ShareOrder(0, 1, False, [], 0, 0, 0)
+    state.propose((15, 5), now_s=100.0)
+    state.ready(1, ShareReady(0, 2, 0, 6, 1, 60, [0, 10], 12), 9)
+    assert state.ready(0, ShareReady(0, 2, 0, 5, 1, 50, [0, 10], 12), 9) is None, "rank 0 can have 12 samples"
+    assert state.most == [12, 12] and not state.shares and sent[-1] == ShareOrder(0, 2, False, [], 0, 0, 0)
     with pytest.raises(ChannelError, match="loader 3"):
-        desk.ready(0, ShareReady(3, 2, 0, 5, 1, 50, [0, 10], 12), 9)
+        state.ready(0, ShareReady(3, 2, 0, 5, 1, 50, [0, 10], 12), 9)
 
 
 def test_a_change_begins_at_the_latest_step_and_says_what_every_rank_gets_of_the_epoch() -> None:
     sent: list[Message] = []
-    desk = ShareDesk(2, sent.append)
-    assert desk.opens(LeaseAsk(0, 0, 1007, 10, False, 0), 1007) is None
-    desk.propose((15, 5), now_s=0.0)
-    desk.ready(0, ShareReady(0, 1, 0, 5, 1, 50, [0, 10], 0), 9)
-    change = desk.ready(1, ShareReady(0, 1, 0, 7, 1, 70, [0, 10], 0), 9)
+    state = ShareState(2, sent.append)
+    assert state.opens(LeaseAsk(0, 0, 1007, 10, False, 0), 1007) is None
+    state.propose((15, 5), now_s=0.0)
+    state.ready(0, ShareReady(0, 1, 0, 5, 1, 50, [0, 10], 0), 9)
+    change = state.ready(1, ShareReady(0, 1, 0, 7, 1, 70, [0, 10], 0), 9)
     assert sent[-1] == ShareOrder(0, 1, True, [15, 5], 0, 7, 1007 - 140)
     # 43 steps of 20, and 7 samples in the last one.
     assert change is not None and change.totals == (70 + 43 * 15 + 5, 70 + 43 * 5 + 2)
-    assert [desk.samples(0, step) for step in (6, 7)] == [10, 15]
-    assert desk.opens(LeaseAsk(0, 1, 1007, 10, False, 0), 1007) == (50 * 15 + 5, 50 * 5 + 2)
+    assert [state.samples(0, step) for step in (6, 7)] == [10, 15]
+    assert state.opens(LeaseAsk(0, 1, 1007, 10, False, 0), 1007) == (50 * 15 + 5, 50 * 5 + 2)
 
 
 def test_ranks_between_two_epochs_are_asked_again_and_all_of_them_begin_the_next_one_with_the_shares() -> None:
     sent: list[Message] = []
-    desk = ShareDesk(2, sent.append)
-    desk.opens(LeaseAsk(0, 0, 1000, 10, False, 0), 1000)
-    desk.propose((15, 5), now_s=0.0)
-    desk.ready(0, ShareReady(0, 1, 1, 60, 1, 50, [0, 10], 0), 60)
-    assert desk.ready(1, ShareReady(0, 1, 1, EPOCH_START, 1, 0, [0, 10], 0), 60) is None and not desk.shares
-    desk.propose((15, 5), now_s=0.0)
-    desk.ready(0, ShareReady(0, 2, 0, 49, 1, 490, [0, 10], 0), 50)
-    change = desk.ready(1, ShareReady(0, 2, 1, EPOCH_START, 1, 0, [0, 10], 0), 50)
+    state = ShareState(2, sent.append)
+    state.opens(LeaseAsk(0, 0, 1000, 10, False, 0), 1000)
+    state.propose((15, 5), now_s=0.0)
+    state.ready(0, ShareReady(0, 1, 1, 60, 1, 50, [0, 10], 0), 60)
+    assert state.ready(1, ShareReady(0, 1, 1, EPOCH_START, 1, 0, [0, 10], 0), 60) is None and not state.shares
+    state.propose((15, 5), now_s=0.0)
+    state.ready(0, ShareReady(0, 2, 0, 49, 1, 490, [0, 10], 0), 50)
+    change = state.ready(1, ShareReady(0, 2, 1, EPOCH_START, 1, 0, [0, 10], 0), 50)
     assert change is not None and sent[-1] == ShareOrder(0, 2, True, [15, 5], 1, EPOCH_START, 1000)
     assert change.totals == (750, 250)
 
@@ -349,7 +349,7 @@ def test_what_the_plan_in_force_asks_for_is_proposed() -> None:
     control = ShareControl(2, sent.append)
     control.tick(Plan.sync(2, balanced=True), 0.0)
     assert not sent, "no loader feeds the ranks yet"
-    control.desk.opens(LeaseAsk(0, 0, 1000, 10, False, 0), 1000)
+    control.state.opens(LeaseAsk(0, 0, 1000, 10, False, 0), 1000)
     control.tick(Plan.sync(2), 1.0)
     assert not sent
     for step, (plan, shares) in enumerate(
@@ -365,13 +365,13 @@ def test_what_the_plan_in_force_asks_for_is_proposed() -> None:
         control.tick(plan, 2.5 + step)
         assert sent[-1] == ShareProposal(0, step + 1, shares), "one at a time"
         _answers(control, sent)
-        assert control.desk.shares == tuple(shares)
+        assert control.state.shares == tuple(shares)
 
 
 def test_shares_follow_the_reports() -> None:
     sent: list[Message] = []
     control = ShareControl(2, sent.append)
-    control.desk.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
+    control.state.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
     plan = Plan.sync(2, balanced=True)
     control.tick(plan, 0.0)
     _answers(control, sent)
@@ -387,7 +387,7 @@ def test_shares_follow_the_reports() -> None:
 def test_a_rank_that_ran_out_of_memory_gets_fewer_samples_at_once() -> None:
     sent: list[Message] = []
     control = ShareControl(2, sent.append)
-    control.desk.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
+    control.state.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
     plan = Plan.sync(2, balanced=True)
     control.tick(plan, 0.0)
     _answers(control, sent)
@@ -398,7 +398,7 @@ def test_a_rank_that_ran_out_of_memory_gets_fewer_samples_at_once() -> None:
     control.tick(plan, 2.0)
     assert sent[-1] == ShareProposal(0, 2, [12, 8]), "before any report"
     _answers(control, sent)
-    control.desk.most = [11, 8]
+    control.state.most = [11, 8]
     control.tick(plan, 3.0)
     assert len(sent) == 4, "the ranks cannot have 20 samples: nothing is better than what is"
 
@@ -406,7 +406,7 @@ def test_a_rank_that_ran_out_of_memory_gets_fewer_samples_at_once() -> None:
 def test_the_user_s_own_shares_and_usual_batches_are_not_given_up_for_a_limit() -> None:
     sent: list[Message] = []
     control = ShareControl(2, sent.append)
-    control.desk.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
+    control.state.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
     for step, (plan, shares) in enumerate(
         [(Plan.sync(2, batch_shares=(12, 8)), [12, 8]), (Plan.sync(2, balanced=True), [10, 10])]
     ):
@@ -414,14 +414,14 @@ def test_the_user_s_own_shares_and_usual_batches_are_not_given_up_for_a_limit() 
         assert sent[-1] == ShareProposal(0, step + 1, shares)
         for rank in range(2):
             control.ready(rank, ShareReady(0, step + 1, 0, 5, 1, 50, [0, 10], 9), 9)
-        assert control.desk.shares == tuple(shares)
-        control.desk.shares = ()
+        assert control.state.shares == tuple(shares)
+        control.state.shares = ()
 
 
 def test_ranks_that_meet_within_a_pass_get_equal_shares_in_plain_sync() -> None:
     sent: list[Message] = []
     control = ShareControl(2, sent.append)
-    control.desk.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
+    control.state.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
     control.tick(Plan.sync(2), 0.0)
     assert not sent
     control.tick(Plan.sync(2), 1.0, even=True)
@@ -431,10 +431,10 @@ def test_ranks_that_meet_within_a_pass_get_equal_shares_in_plain_sync() -> None:
 def test_times_of_a_window_are_those_of_equal_batches() -> None:
     sent: list[Message] = []
     control = ShareControl(2, sent.append)
-    control.desk.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
+    control.state.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
     control.tick(Plan.sync(2, batch_shares=(15, 5)), 0.0)
     _answers(control, sent)
     steps = np.array([[4, 5, 6]] * 2)
-    assert control.desk.all_samples(steps).tolist() == [[10, 15, 15], [10, 5, 5]]
+    assert control.state.all_samples(steps).tolist() == [[10, 15, 15], [10, 5, 5]]
     times = np.array([[1.0, 1.5, 1.5], [3.0, 1.5, 1.5]])
     assert np.allclose(times * control.scale(steps), [[1.0] * 3, [3.0] * 3])

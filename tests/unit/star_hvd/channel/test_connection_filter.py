@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 
 from star_hvd.channel import gate
-from star_hvd.channel.gate import RATE_PER_S, SEGMENT_BYTES, Share, lift, limit, loopback_source, route
+from star_hvd.channel.connection_filter import RATE_PER_S, SEGMENT_BYTES, Share, lift, limit, loopback_source, route
 
 KEY = b"k" * 40
 BURST = 32
-LOOK_S = 0.02  # The door looks as often while connections come.
+LOOK_S = 0.02  # The limiter looks as often while connections come.
 SOON_S, IN_S = 0.3, 30.0
 linux = pytest.mark.skipif(sys.platform != "linux", reason="filters of sockets, and the whole of 127.0.0.0/8")
 

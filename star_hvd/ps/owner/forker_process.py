@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from star_hvd.errors import DeadlineError
 from star_hvd.locks import ordered_lock
 from star_hvd.ps.common.forking import REPORT, STARTED
-from star_hvd.ps.owner.vigil import thread_state
+from star_hvd.ps.owner.watchdog import thread_state
 
-__all__ = ["Forked", "Nursery"]
+__all__ = ["ForkedServer", "ForkerProcess"]
 
 _CHECK_S = 0.2
 _POLL_S = 0.02
@@ -30,18 +30,18 @@ _WARM_S = 5.0  # After its imports the forker answers within this, or counts as 
 _STATUS_S = 1.0  # Longest wait for a server's exit status after its end.
 
 
-class Forked:
+class ForkedServer:
     """A server process, with the part of `subprocess.Popen`'s interface that is used; a child of the forker.
 
     Args:
         pid: Its process id.
-        nursery: Its nursery.
+        forker: Its forker.
     """
 
-    def __init__(self, pid: int, nursery: Nursery) -> None:
+    def __init__(self, pid: int, forker: ForkerProcess) -> None:
         self.pid = pid
         self.returncode: int | None = None
-        self._nursery = nursery
+        self._forker = forker
         self._handle: int | None = None
         # Some builds of Python lack these calls; old kernels and some sandboxes refuse them.
         self._has_handles = hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal")
@@ -55,7 +55,7 @@ class Forked:
     def poll(self) -> int | None:
         """Return its exit status, None while it runs; never waits. Just after its end, -SIGKILL may be assumed."""
         if self.returncode is None and self._ended(0.0):
-            return self._nursery.status_of(self.pid, 0.0)
+            return self._forker.status_of(self.pid, 0.0)
         return self.returncode
 
     def wait(self, timeout: float) -> int:
@@ -67,7 +67,7 @@ class Forked:
         if self.returncode is None:
             if not self._ended(timeout):
                 raise subprocess.TimeoutExpired("a parameter server", timeout)
-            self.returncode = self._nursery.status_of(self.pid, _STATUS_S)
+            self.returncode = self._forker.status_of(self.pid, _STATUS_S)
         return self.returncode
 
     def _ended(self, seconds: float) -> bool:
@@ -102,7 +102,7 @@ class Forked:
             os.close(self._handle)
 
 
-class Nursery:
+class ForkerProcess:
     """The owner's side of the forker. Its methods are called by one thread, `status_of` by any.
 
     Args:
@@ -114,11 +114,11 @@ class Nursery:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._warm = False
-        self._lock = ordered_lock("Nursery._lock")  # Guards reads, which do not block.
+        self._lock = ordered_lock("ForkerProcess._lock")  # Guards reads, which do not block.
         self._started: deque[int] = deque()
         self._statuses: dict[int, int] = {}
 
-    def fork(self, end: socket.socket, deadline_s: float, stopped: Callable[[], bool]) -> Forked:
+    def fork(self, end: socket.socket, deadline_s: float, stopped: Callable[[], bool]) -> ForkedServer:
         """Fork a server.
 
         Args:
@@ -139,7 +139,7 @@ class Nursery:
             pid = self._ask(end, min(_WARM_S, limit_s - time.monotonic()) if was_warm else deadline_s, stopped)
             if pid is not None:
                 self._warm = True
-                return Forked(pid, self)
+                return ForkedServer(pid, self)
             self.stop()  # The forker hangs or was killed: start a new one.
             if not was_warm:
                 break

@@ -4,7 +4,7 @@ ZeroMQ accepts every connection, allocates memory for a message before the hands
 number of connections. A socket's monitor reports the descriptor of every accepted connection. This module lists those
 whose handshake is incomplete, and shuts connections down if a handshake takes too long, or if there are too many: then
 the least likely ones to be of the job. A rank of the job that is shut down by mistake reconnects. The kernel limits how
-many arrive per second (`gate`).
+many arrive per second (`connection_filter`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 
 import zmq
 
-from star_hvd.channel.gate import RATE_PER_S, Share, lift, limit
+from star_hvd.channel.connection_filter import RATE_PER_S, Share, lift, limit
 from star_hvd.channel.options import keep_alive
 from star_hvd.threads import supervised
 
-__all__ = ["CONTROL_BYTES", "DATA_BYTES", "HANDSHAKE_S", "MAX_PENDING", "SLACK_BYTES", "DoorWatch", "set_limits"]
+__all__ = ["CONTROL_BYTES", "DATA_BYTES", "HANDSHAKE_S", "MAX_PENDING", "SLACK_BYTES", "HandshakeLimiter", "set_limits"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -73,7 +73,7 @@ def set_limits(sock: zmq.Socket[Any], max_bytes: int) -> None:
     keep_alive(sock)
 
 
-class DoorWatch:
+class HandshakeLimiter:
     """Watches sockets, with one thread each, and counts accepted and authenticated connections.
 
     ZeroMQ's authenticator cannot do that: it never sees a connection that sends no key.
@@ -94,58 +94,58 @@ class DoorWatch:
     def __init__(self, max_pending: int = MAX_PENDING, handshake_s: float = HANDSHAKE_S) -> None:
         self._max_pending, self._handshake_s = max_pending, handshake_s
         self._known: frozenset[str] = frozenset()
-        self._doors: list[_Door] = []
+        self._listeners: list[_Listener] = []
         self._stop = threading.Event()
         self._warned = False
 
     @property
     def denied(self) -> int:
         """Connections that ended without authentication; one still in its handshake may be counted early."""
-        return sum(door.denied for door in self._doors)
+        return sum(listener.denied for listener in self._listeners)
 
     @property
     def evicted(self) -> int:
         """Connections shut down here: too many at once, or too slow."""
-        return sum(door.evicted for door in self._doors)
+        return sum(listener.evicted for listener in self._listeners)
 
     def expect(self, peers: int) -> None:
         """Allow at least `peers` handshakes at a time, so that all ranks of the job can connect at once."""
         self._max_pending = max(self._max_pending, peers)
-        for door in self._doors:
-            door.max_pending = self._max_pending
+        for listener in self._listeners:
+            listener.max_pending = self._max_pending
 
     def know(self, addresses: Iterable[str]) -> None:
         """Always let connections from these IPv4 addresses, the job's own, in."""
         self._known = frozenset(addresses)
-        for door in self._doors:
-            door.known = self._known
+        for listener in self._listeners:
+            listener.known = self._known
 
     def watch(self, router: zmq.Socket[Any]) -> None:
         """Watch a server's socket, which must not be bound yet."""
-        door = _Door(router.get_monitor_socket(self._EVENTS), self._max_pending, self._handshake_s)
-        door.known = self._known
-        door.thread = supervised(self._run, "star-door", args=(door,), critical=False)
-        self._doors.append(door)
-        door.thread.start()
+        listener = _Listener(router.get_monitor_socket(self._EVENTS), self._max_pending, self._handshake_s)
+        listener.known = self._known
+        listener.thread = supervised(self._run, "star-handshakes", args=(listener,), critical=False)
+        self._listeners.append(listener)
+        listener.thread.start()
 
     def stop(self, deadline_s: float = 2.0) -> None:
         """End the threads and wait for them."""
         self._stop.set()
-        for door in self._doors:
-            if door.thread is not None:
-                door.thread.join(deadline_s)
+        for listener in self._listeners:
+            if listener.thread is not None:
+                listener.thread.join(deadline_s)
 
-    def _run(self, door: _Door) -> None:
+    def _run(self, listener: _Listener) -> None:
         # ZeroMQ's thread blocks if monitor events are not read, so this thread runs until its socket is closed.
         with contextlib.suppress(zmq.ZMQError):  # The context may end first.
-            while door.take_events() and not (self._stop.is_set() and not door.monitor.poll(0)):
-                door.sweep(time.monotonic())
-                door.limit(time.monotonic())
-                door.trim(time.monotonic())
+            while listener.take_events() and not (self._stop.is_set() and not listener.monitor.poll(0)):
+                listener.sweep(time.monotonic())
+                listener.limit(time.monotonic())
+                listener.trim(time.monotonic())
                 self._warn()
-                if door.limited:  # Handle events in batches: every wake-up of this thread takes the interpreter lock.
+                if listener.limited:  # Handle events in batches: each wake-up of this thread takes the GIL.
                     self._stop.wait(_PAUSE_S)
-            door.monitor.close(linger=0)
+            listener.monitor.close(linger=0)
 
     def _warn(self) -> None:
         if self._warned or self.denied < _WARN_AT:
@@ -165,7 +165,7 @@ class DoorWatch:
         )
 
 
-class _Door:
+class _Listener:
     """The connections of one socket; only the counts are read by other threads."""
 
     def __init__(self, monitor: zmq.Socket[Any], max_pending: int, handshake_s: float) -> None:
@@ -255,7 +255,7 @@ class _Door:
         return sorted(waiting, key=order)
 
     def limit(self, now_s: float) -> None:
-        """Accept no more connections per second than `gate` allows."""
+        """Accept no more connections per second than `connection_filter` allows."""
         self._share.turn(now_s, _BURST * self.max_pending)
         wanted = (self._share.value, self.known) if self._share.value < 1.0 else _UNLIMITED
         if wanted != self._limit:

@@ -15,7 +15,7 @@ import enum
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["PING_S", "Health", "Vigil", "thread_state"]
+__all__ = ["PING_S", "Health", "ServerWatchdog", "thread_state"]
 
 PING_S = 0.25
 """Interval of pings; a server answers between two messages, in milliseconds."""
@@ -47,7 +47,7 @@ def thread_state(pid: int) -> tuple[str, int] | None:
     return fields[0], int(fields[11]) + int(fields[12])
 
 
-class Vigil:
+class ServerWatchdog:
     """Watches one server process.
 
     Args:

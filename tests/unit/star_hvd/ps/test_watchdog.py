@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from star_hvd.ps.owner.vigil import Health, Vigil, thread_state
+from star_hvd.ps.owner.watchdog import Health, ServerWatchdog, thread_state
 
 LOOK_S = 0.25
 
@@ -20,7 +20,7 @@ class Server:
 
     def __init__(self, *, patience: float = 1.0) -> None:
         self.state, self.ticks, self.now_s = "S", 0, 0.0
-        self.vigil = Vigil(1, 0.0, patience=patience, read=lambda pid: (self.state, self.ticks))
+        self.watchdog = ServerWatchdog(1, 0.0, patience=patience, read=lambda pid: (self.state, self.ticks))
 
     def lost_after(self, limit_s: float, *, ticks: int = 0, look_s: float = LOOK_S) -> float | None:
         """Seconds until it counts as lost, None if that takes longer."""
@@ -28,7 +28,7 @@ class Server:
         while self.now_s - began_s < limit_s:
             self.now_s += look_s
             self.ticks += ticks
-            if self.vigil.look(self.now_s) is Health.LOST:
+            if self.watchdog.look(self.now_s) is Health.LOST:
                 return self.now_s - began_s
         return None
 
@@ -38,8 +38,8 @@ def test_a_stopped_process_is_lost_at_once() -> None:
     assert server.lost_after(0.5) is None
     server.state = "T"
     lost_s = server.lost_after(10.0)
-    assert lost_s is not None and lost_s <= 1.5 and server.vigil.stopped
-    assert "state T" in server.vigil.reason
+    assert lost_s is not None and lost_s <= 1.5 and server.watchdog.stopped
+    assert "state T" in server.watchdog.reason
 
 
 def test_a_process_that_waits_for_something_is_lost_after_three_seconds() -> None:
@@ -61,7 +61,7 @@ def test_any_sign_of_life_begins_anew() -> None:
     server = Server()
     for _ in range(10):
         assert server.lost_after(2.5) is None
-        server.vigil.note_event()
+        server.watchdog.note_event()
 
 
 def test_a_pause_of_the_owner_is_not_held_against_the_server() -> None:
@@ -71,8 +71,8 @@ def test_a_pause_of_the_owner_is_not_held_against_the_server() -> None:
 
 
 def test_a_process_that_is_gone_is_the_pipe_s_business() -> None:
-    vigil = Vigil(1, 0.0, read=lambda pid: None)
-    assert all(vigil.look(0.25 * look) is Health.FINE for look in range(1000))
+    watchdog = ServerWatchdog(1, 0.0, read=lambda pid: None)
+    assert all(watchdog.look(0.25 * look) is Health.FINE for look in range(1000))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

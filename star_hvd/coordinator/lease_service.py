@@ -34,7 +34,7 @@ from star_hvd.channel.messages.microbatches import (
 )
 from star_hvd.errors import ChannelError
 
-__all__ = ["LeaseDesk", "MicrobatchDesk", "flat", "spans_of"]
+__all__ = ["LeaseService", "MicrobatchService", "flat", "spans_of"]
 
 Key = tuple[int, int]  # Loader and epoch.
 
@@ -69,7 +69,7 @@ class _Census:
     wanted: list[tuple[int, int]] = field(default_factory=list)
 
 
-class LeaseDesk:
+class LeaseService:
     """See the module's text.
 
     Args:
@@ -267,7 +267,7 @@ class LeaseDesk:
         self._send(rank, Lease(*key, start, stop, answer is Answer.END))
 
 
-class MicrobatchDesk:
+class MicrobatchService:
     """The pools of loaders with micro-batches, and the messages to the ranks.
 
     Args:
