@@ -126,15 +126,13 @@ class ServerSessions:
             if self._rank in plan.servers:
                 self._announce(optimizer_id, plan)
             client = Client(self._rank, optimizer_id, plan.plan_id, [], layout, self._key)
-            endpoints = self._connect(client, optimizer_id, plan)
+            self._await_endpoints(client, optimizer_id, plan)
         except (LayoutError, DeadlineError) as error:
             return str(error)
-        session = _Session(plan.plan_id, plan, client, endpoints, layout, spec)
         with self._changed:
             self._serves[optimizer_id, plan.plan_id] = plan.plan_id
         self._tidy(optimizer_id, driver.engine.plan)
-        with self._changed:
-            self._sessions.setdefault(optimizer_id, []).append(session)
+        self._connect(_Session(plan.plan_id, plan, client, [], layout, spec), optimizer_id)
         return None
 
     def _tidy(self, optimizer_id: int, active: Plan) -> None:
@@ -175,22 +173,20 @@ class ServerSessions:
             with contextlib.suppress(DeadlineError):  # A plan that needs it tries again and reports a failure.
                 self._process.ensure(self._config.plan_deadline_s)
 
-    def _connect(self, client: Client, optimizer_id: int, plan: Plan) -> list[Endpoint]:
-        """Wait for the endpoints of all servers, start the client, and return the endpoints."""
-        try:
-            endpoints = self._await_endpoints(optimizer_id, plan)
-        except DeadlineError:
-            client.close()
-            raise
-        client.reach(endpoints)
-        client.start()
-        return endpoints
+    def _connect(self, session: _Session, optimizer_id: int) -> None:
+        """Connect a session to the servers of its plan; from now on it is told of restarts."""
+        with self._changed:  # A restart reaches either `_found` or the session, at every moment.
+            session.endpoints = self._found.pop((optimizer_id, session.number), [])
+            self._sessions.setdefault(optimizer_id, []).append(session)
+        session.client.reach(session.endpoints)
+        session.client.start()
 
     def _announce(self, optimizer_id: int, plan: Plan) -> None:
         address = _to_parts(self._process.ensure(self._config.plan_deadline_s))
         self._send(ServerUp(optimizer_id, plan.plan_id, plan.servers.index(self._rank), address))
 
-    def _await_endpoints(self, optimizer_id: int, plan: Plan) -> list[Endpoint]:
+    def _await_endpoints(self, client: Client, optimizer_id: int, plan: Plan) -> None:
+        """Wait until it is known where all servers are; the client is closed where that is in vain."""
         key, limit_s = (optimizer_id, plan.plan_id), self._config.plan_deadline_s
 
         def given_up() -> bool:
@@ -198,9 +194,10 @@ class ServerSessions:
 
         with self._changed:
             self._changed.wait_for(lambda: key in self._found or given_up(), limit_s)
-            if key not in self._found or given_up():
-                raise DeadlineError(f"the servers of {plan.label} on ranks {list(plan.servers)} were not up in time")
-            return list(self._found.pop(key))
+            if key in self._found and not given_up():
+                return
+        client.close()
+        raise DeadlineError(f"the servers of {plan.label} on ranks {list(plan.servers)} were not up in time")
 
     # ---- orders, in the agent's thread ------------------------------------------------------------------------------
 
@@ -223,6 +220,9 @@ class ServerSessions:
         endpoint = _from_parts(message.address)
         with self._changed:
             sessions = list(self._sessions.get(message.optimizer_id, []))
+            found = self._found.get((message.optimizer_id, message.plan_id))
+            if found is not None:  # Nobody has connected yet.
+                found[message.index] = endpoint
         for session in sessions:
             if session.number == message.plan_id:
                 session.endpoints[message.index] = endpoint

@@ -9,7 +9,7 @@ import pytest
 
 import star_hvd.runtime.server_sessions as module
 from scheduler.plan.plan import Plan
-from star_hvd.channel.messages.switch import Presence, Servers
+from star_hvd.channel.messages.switch import Presence, ServerRestarted, Servers
 from star_hvd.config import Config
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError
@@ -24,6 +24,17 @@ class Connection:
 
     def __init__(self, rank: int, optimizer_id: int, number: int, *rest: Any) -> None:
         self.number, self.closed = number, False
+        self.reached: list[Endpoint] = []
+        self.replaced: list[tuple[int, Endpoint]] = []
+
+    def reach(self, endpoints: list[Endpoint]) -> None:
+        self.reached = list(endpoints)
+
+    def start(self) -> None:
+        pass
+
+    def replace(self, index: int, endpoint: Endpoint) -> None:
+        self.replaced.append((index, endpoint))
 
     def close(self) -> None:
         self.closed = True
@@ -41,7 +52,7 @@ class Made:
         drivers: Any = {0: SimpleNamespace(engine=self.engine)}
         key: Any = None
         self.sessions = ServerSessions(2, Config(), key, "h", lambda *unused, **also: None, drivers)
-        monkeypatch.setattr(self.sessions, "_connect", lambda client, engine, plan: [])
+        monkeypatch.setattr(self.sessions, "_await_endpoints", lambda client, engine, plan: None)
         self.shards: list[int] = []
         monkeypatch.setattr(self.sessions.server, "close", lambda engine, number: self.shards.append(number))
 
@@ -194,3 +205,23 @@ def test_a_moved_server_is_told_of_in_its_own_session_only() -> None:
     ends = {key: opened.message["endpoints"][1][0] for key, opened in process._opened.items()}
     assert ends == {(0, 3): "c", (0, 7): "b", (1, 3): "b"}
     assert [(message["engine"], message["session"]) for message in sent] == [(0, 3)]
+
+
+def test_a_restart_while_a_plan_is_prepared_is_heard_of(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the connection is made it leads to the new process at once; after that it is made anew."""
+    tidy = made.sessions._tidy
+
+    def restart(port: int) -> None:
+        made.sessions.on_message(ServerRestarted(0, 1, 0, ["h", str(port), ""]))
+
+    def tidy_slowly(optimizer_id: int, active: Plan) -> None:
+        tidy(optimizer_id, active)
+        restart(3)
+
+    monkeypatch.setattr(made.sessions, "_tidy", tidy_slowly)
+    made.sessions.on_message(Servers(0, 1, ["h", "1", ""]))
+    restart(2)
+    client = made.enter(ps(1))
+    assert client.reached == [Endpoint("h", 3)] and not client.replaced
+    restart(4)
+    assert client.replaced == [(0, Endpoint("h", 4))]
