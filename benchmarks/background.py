@@ -1,12 +1,12 @@
-"""Transfers behind compute (`Config.background`) against the same mode without, on hosts with rated links.
+"""Compare transfers behind compute (`Config.background`) with the same mode without them, over rate-limited links.
 
-`python -m benchmarks.background --json FILE` makes one host per rank (network namespaces, needs root), and trains with
-layer-wise device time. Per cell, alternately in one run: the step's time without and with, and what of it is exposed
-communication: the time beyond that of the device and of the processor, which is that of a step in which nothing waits.
+`python -m benchmarks.background --json FILE` makes one host per rank (network namespaces, needs root) and trains with
+layer-wise device time. Each cell alternates between both settings in one run and reports the step time of each and its
+exposed communication: the step time minus that of a step that waits for nothing (device and processor time only).
 
-`--modes auto` leaves it to the scheduler: `Config(background=None)` against `Config(background=False)`. `--slow-link`
-divides the rate of the last host's link, and `--no-sets` takes process sets away, as where Horovod has none (an elastic
-job on one without our patches): then servers are the answer, and no subgroup.
+`--modes auto` leaves the choice to the scheduler: `Config(background=None)` against `Config(background=False)`.
+`--slow-link` divides the rate of the last host's link. `--no-sets` disables process sets, as in an elastic job on an
+unpatched Horovod: `auto` then has to use servers instead of a subgroup.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEADLINE_S = 240.0
 
 
 def _train(spec: dict[str, Any], network: Network) -> dict[str, Any]:
-    """One training of one cell; what its first rank has measured."""
+    """Run one training of one cell and return what its first rank measured."""
     with tempfile.TemporaryDirectory(prefix="star-background-") as name:
         folder = Path(name)
         write_plan(folder / "hosts.json", network)
@@ -41,13 +41,13 @@ def _train(spec: dict[str, Any], network: Network) -> dict[str, Any]:
 
 
 def measure(spec: dict[str, Any], network: Network, repeats: int) -> dict[str, Any]:
-    """Without and with, alternately; medians over the repeats."""
+    """Alternate between without and with; return medians over the repeats."""
     runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for _ in range(repeats):
         for background in (False, True):
             runs[background].append(_train({**spec, "background": background}, network))
     step_s = {each: statistics.median(run["step_s"] for run in found) for each, found in runs.items()}
-    # In `local` most steps wait for nothing; at servers every step waits, so there the device time alone is free of it.
+    # In `local` most steps wait for nothing. With servers every step waits, so the baseline is the device time alone.
     idle_s = min(run["median_step_s"] for run in runs[False]) if "local" in spec["mode"] else spec["compute_s"]
     exposed_s = {each: max(0.0, step_s[each] - idle_s) for each in runs}
     return {
@@ -72,7 +72,7 @@ def _row(cell: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table, write JSON; exit status 1 where there are no rated links."""
+    """Measure, print a table, write JSON; exit status 1 if rate-limited links are unavailable."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--modes", default="local(8);ps(3)", help="separated by semicolons")
     parser.add_argument("--mbytes", default="1,10", help="sizes of the gradient in 10^6 bytes")

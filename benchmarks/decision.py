@@ -1,11 +1,11 @@
-"""How long a decision takes: reports in, plan out, with the cost model, with the learned predictor and by the rule.
+"""How long a decision takes, from reports to plan: with the cost model, with the learned predictor and by the rule.
 
     python -m benchmarks.decision --json FILE [--ranks 8 128 1024] [--repeats 20]
 
-A job with slow ranks is simulated until every rank has a full history, which a coordinator's board then has; from it a
-window is made and decided upon again and again, by fresh policies. Figures are medians: of the time by the clock, and
-of the processor's time in it, which is what the decision takes where nothing else wants the core. One thread, no
-accelerator. Beside it, what a coordinator of 8 ranks takes of a core: see `benchmarks.lab.coordinator`.
+A job with slow ranks is simulated until every rank has a full history, as on a running coordinator. From this history
+the window is built and decided upon repeatedly, each time by a fresh policy. Figures are medians of wall-clock time
+and of processor time, which is what a decision takes on an otherwise idle core. One thread, no accelerator. The
+output also has the share of a core that a coordinator of 8 ranks uses: see `benchmarks.lab.coordinator`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _DECISIONS = ("learned", "cost_model")
 
 
 def _window(n: int) -> tuple[Window, Plan]:
-    """A window of a job with some slow ranks, full histories."""
+    """Return a window of a job with some slow ranks and full histories, and the job's plan."""
     count = max(1, int(_SLOW[0] * n))
     slow = [Episode(rank=3 + 7 * i, kind="compute", start_s=0.0, end_s=1e6, factor=3.0) for i in range(count)]
     slow += [Episode(rank=1, kind="compute", start_s=10.0 * i, end_s=10.0 * i + 4.0, factor=2.0) for i in range(40)]
@@ -59,7 +59,7 @@ def _window(n: int) -> tuple[Window, Plan]:
 
 
 def _reader(window: Window) -> Callable[[], Window]:
-    """What makes the window anew, from a board that has its reports."""
+    """Return a function that rebuilds the window from a coordinator state that holds its reports."""
     n = window.world_size
     engine = OptimizerState(0, n, Config(), lambda message: None)
     for stats in window.ranks:
@@ -72,9 +72,9 @@ def _reader(window: Window) -> Callable[[], Window]:
 
 
 def measure(n: int, rankers: dict[str, Ranker | None], repeats: int) -> dict[str, list[tuple[float, float]]]:
-    """Seconds by the clock and of the processor, besides a first time, of what there is to a decision with `n` ranks.
+    """Measure all parts of a decision with `n` ranks: wall-clock and processor seconds, without a first warm-up call.
 
-    The decisions, and `rule`, include making the window; `window` and `find_stragglers` are parts of them.
+    The decisions, and `rule`, include building the window; `window` and `find_stragglers` are parts of them.
     """
     window, plan = _window(n)
     places = hosts(n)
@@ -141,9 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.repeats < 1 or min(args.ranks) < 4:
         sys.stderr.write(f"error: --repeats {args.repeats}, --ranks {args.ranks}; expected at least 1, and 4\n")
         return 2
-    logging.getLogger("star_hvd").setLevel(logging.ERROR)  # The stragglers of the play.
+    logging.getLogger("star_hvd").setLevel(logging.ERROR)  # The simulation's stragglers would be logged.
     rows = _rows(args.ranks, args.repeats)
-    # Of three each, as jobs differ by nothing but what else the machine does.
+    # Three runs each: jobs differ only by what else the machine does.
     shares = {
         name: statistics.median(coordinator_share(slow=slow) for _ in range(3))
         for name, slow in (("nobody slow", False), ("one rank slow", True))

@@ -1,20 +1,20 @@
-"""Real laboratory runs against their simulated twins, predicted orders of modes, and what `auto` lost to the best mode.
+"""Real laboratory runs against their simulated twins, predicted orders of modes, and regret of `auto`.
 
     python -m benchmarks.fidelity FILES... --json FILE
 
 FILES are written by `python -m benchmarks.tta --json`, one scenario each, with fixed modes beside `auto`. Figures:
 
-* `fidelity`: time per step of as many batches as ranks, real against simulated, with machine constants from one run
-  alone, the least disturbed straggler-free one of plain Horovod; the median error over modes and scenarios. Scenarios
-  with another network, device time or link have a straggler-free run of their own. Times to accuracy are simulated with
-  what noise and staleness cost a network on the whole, not this one;
-* `kendall_tau`: the order in which the cost model, and the trained predictor where there is one, put the modes, against
-  the order of their real times to accuracy; the mean over scenarios;
+* `fidelity`: real against simulated time per step, a step being as many batches as ranks; the median error over modes
+  and scenarios. The machine constants come from a single run: the least disturbed straggler-free one of plain Horovod.
+  Scenarios with another network, device time or link use a straggler-free run of their own. Times to accuracy are
+  simulated with generic costs of noise and staleness, not with those of this network;
+* `kendall_tau`: agreement between the predicted order of the modes (by the cost model, and by the trained predictor if
+  there is one) and the order of their real times to accuracy; the mean over scenarios;
 * `real_regret`: time to accuracy of `auto` over that of the best fixed mode, minus 1, and over plain Horovod's.
 
-One run crosses its target sooner or later by chance: an accuracy that dips at the wrong evaluation costs a fifth of the
-time. So tau and regret are given twice: by the target itself, and by the geometric mean of the times to the target and
-to five lower ones, each a point below the other (`smooth`).
+When a single run crosses its target is partly chance: an accuracy that dips at the wrong evaluation costs a fifth of
+the time. So tau and regret are given twice: for the target itself, and for the geometric mean of the times to the
+target and to five lower ones, each one point below the previous (`smooth`).
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ _TARGETS, _POINT = 6, 0.01
 
 
 def kendall_tau(predicted: Sequence[float], real: Sequence[float], tie: float = _TIE) -> float:
-    """Agreement of two orders, -1 to 1: pairs in the same order less those in the other, over pairs that differ.
+    """Return Kendall's tau, -1 to 1: concordant minus discordant pairs, over the pairs that are not tied.
 
     Args:
         predicted: Smaller is better.
         real: The same; infinite where a target was missed.
-        tie: Part by which two real values must differ to be ordered.
+        tie: Relative difference below which two real values are tied.
 
     Returns:
-        NaN where no pair differs.
+        NaN if all pairs are tied.
     """
     agree = total = 0
     for i in range(len(real)):
@@ -89,16 +89,16 @@ def kendall_tau(predicted: Sequence[float], real: Sequence[float], tie: float = 
 
 
 def _runs(record: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Trainings by what was trained: `plain` and every fixed mode."""
+    """Return the trainings by name: `plain` and every fixed mode."""
     found = {"plain": record["variants"]["plain"]["seeds"]} if "plain" in record["variants"] else {}
     found.update({name: mode["per_seed"] for name, mode in record["modes"].items()})
     return {name: runs for name, runs in found.items() if runs}
 
 
 def compare(record: dict[str, Any], found: Constants) -> list[dict[str, Any]]:
-    """Real and simulated time per step of every mode of one scenario.
+    """Return real and simulated time per step of every mode of one scenario.
 
-    Of several seeds the least disturbed one counts: what else the machine did only ever adds time.
+    The least disturbed seed counts, since other load on the machine can only add time.
     """
     spec, rows = record["spec"], []
     n, longest = ranks_of(spec), max(map(max, spec["rows"]))
@@ -107,7 +107,7 @@ def compare(record: dict[str, Any], found: Constants) -> list[dict[str, Any]]:
         plan, scenario = plan_of(name, spec), twin(record, found, plain=plain)
         slow_s = longest * scenario.network.compute_s * max(1, plan.local_steps) + 0.05
         if spec["scenario"] == "frozen":
-            slow_s += 4.0  # A freeze is the scenario's.
+            slow_s += 4.0  # A freeze is part of the scenario.
         whole_s = min(undisturbed_s(run, slow_s) for run in runs)
         steps = batches_of(spec) / n
         simulated = simulated_s(scenario, plan, spec, found)
@@ -127,13 +127,13 @@ def compare(record: dict[str, Any], found: Constants) -> list[dict[str, Any]]:
 
 
 def _seconds(record: Mapping[str, Any], name: str) -> float:
-    """Real time to accuracy; infinite where it was not reached."""
+    """Return the real time to accuracy; infinite if it was not reached."""
     value = record["plain_s"] if name == "plain" else record["modes"][name]["seconds"]
     return math.inf if value is None else float(value)
 
 
 def smooth_s(record: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> float:
-    """Geometric mean, over runs and targets, of times to accuracy; infinite where a target was missed."""
+    """Return the geometric mean, over runs and targets, of times to accuracy; infinite if a target was missed."""
     logs = []
     for run in runs:
         for below in range(_TARGETS):
@@ -144,14 +144,14 @@ def smooth_s(record: Mapping[str, Any], runs: Sequence[Mapping[str, Any]]) -> fl
 
 
 def predictions(record: dict[str, Any], found: Constants, ranker: Any = None) -> dict[str, float]:
-    """Time to accuracy of every mode relative to `sync`, as a live job in `sync` would predict it, from the twin."""
+    """Return each mode's time to accuracy relative to `sync`, as predicted by a job in `sync` on the simulated twin."""
     spec = record["spec"]
     names = [name for name in _runs(record) if name != "plain"]
     plans = {name: plan_of(name, spec) for name in names}
     active = Plan.sync(ranks_of(spec))
     watcher = _Watcher(active.world_size)
     job = Job(twin(record, found), active, watcher)
-    # Long enough to have seen a rank freeze twice.
+    # Long enough to see a rank freeze twice.
     while job.steps < _LEARNED_STEPS or (spec["scenario"] == "frozen" and job.now_s < 3.0 * FREEZE_EVERY_S):
         job.advance(4)
     noise = _noise(record)
@@ -163,7 +163,7 @@ def predictions(record: dict[str, Any], found: Constants, ranker: Any = None) ->
     offered = [active, *plans.values()]
     ranked = rank(offered, conditions) if ranker is None else ranker(offered, conditions, window, active)
     by_plan = {p.plan.label: p.relative for p in ranked}
-    # Plain Horovod is no mode of star_hvd: its waiting ranks spin, and that is known of the machine.
+    # Plain Horovod is not a star_hvd mode. Its waiting ranks spin; the cost of that is a constant of the machine.
     interval_s = next(p.interval_s for p in ranked if p.plan.label == active.label)
     values = {"plain": by_plan[active.label] * (1.0 + found.spin_s / interval_s)}
     values.update({name: by_plan[plan.label] for name, plan in plans.items() if plan.label in by_plan})
@@ -171,7 +171,7 @@ def predictions(record: dict[str, Any], found: Constants, ranker: Any = None) ->
 
 
 class _Watcher:
-    """The policy of a live job, whose decisions are not carried out: what it knows at its last look is kept."""
+    """Policy that never switches and keeps the conditions of its latest decision."""
 
     def __init__(self, n: int) -> None:
         self.conditions: Conditions | None = None
@@ -188,7 +188,7 @@ class _Watcher:
 
 
 def _noise(record: Mapping[str, Any]) -> float:
-    """The noise scale that a job of the laboratory measured; NaN where none did."""
+    """Return the noise scale that a laboratory job measured; NaN if none did."""
     reports = [run.get("report", {}) for run in record["variants"].get("star", {}).get("seeds", [])]
     scales = [r["noise_scale"] for r in reports if isinstance(r.get("noise_scale"), float)]
     known = [scale for scale in scales if math.isfinite(scale) and scale > 0.0]
@@ -196,7 +196,7 @@ def _noise(record: Mapping[str, Any]) -> float:
 
 
 def regret(record: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What `auto` lost against the best fixed mode, plain Horovod among them; None where it was not measured."""
+    """Return the regret of `auto` against the best fixed mode, including plain Horovod; None if not measured."""
     auto = record.get("star_s")
     fixed = {name: _seconds(record, name) for name in _runs(record)}
     if "star" not in record["variants"] or not fixed or not math.isfinite(min(fixed.values())):
@@ -219,7 +219,7 @@ def regret(record: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _ranker(console: Console) -> Any:
-    """The trained predictor, None where there is none."""
+    """Return the trained predictor, or None."""
     import os
 
     try:
@@ -231,7 +231,7 @@ def _ranker(console: Console) -> Any:
 
 
 def _setting(record: Mapping[str, Any]) -> tuple[Any, ...]:
-    """What the constants of a machine depend on."""
+    """Return the settings that the machine constants depend on."""
     spec = record["spec"]
     return tuple(
         spec.get(name)
@@ -243,7 +243,7 @@ def _setting(record: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def _calibration(records: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], Constants]:
-    """Constants of every setting, from the least disturbed straggler-free run there is of it."""
+    """Return the constants of every setting, from its least disturbed straggler-free run."""
     best: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in records:
         if "straggler_free" in record["variants"]:
@@ -331,10 +331,10 @@ def _regret_table(regrets: Sequence[dict[str, Any]]) -> Table:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """One scenario's file.
+    """Read one scenario's file.
 
     Raises:
-        ValueError: Missing, no JSON, or not of `benchmarks.tta`.
+        ValueError: The file is missing, not JSON, or not written by `benchmarks.tta`.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))

@@ -1,15 +1,15 @@
-"""How well the next iteration is forecast on recorded traces, against last value, running mean, running median.
+"""Accuracy of the next-iteration forecast on recorded traces, against last value, running mean and running median.
 
-The traces are STAR's logs of ten networks, 8 workers, nobody disturbed: a row per round, a time per worker. Two have
-every part of a worker's time (`complete`); of the others only the part on the network is known. Every method sees one
-row after the other and forecasts the next; the last 30 % of the rows are judged, the first 70 % may be used to fit
-whatever a method has to fit (thresholds; the forecaster fits itself as it goes).
+The traces are STAR's logs of ten networks with 8 undisturbed workers: a row per iteration, a time per worker. Two
+have every part of a worker's time (`complete`); the others have only the network part. Every method reads one row
+after the other and forecasts the next. The last 30 % of the rows are scored; the first 70 % may be used for fitting
+(thresholds; the forecaster fits itself online).
 
-Error: mean absolute, in ms. Stragglers: balanced accuracy (0.5 is what always yes and always no get), by three
+Error: mean absolute, in ms. Stragglers: balanced accuracy (0.5 is what constant yes or constant no scores), by three
 definitions:
 
     next        the worker's time exceeds 1.2 times the median of its row
-    persistent  that, in at least two of the next three rows
+    persistent  `next` holds in at least two of the next three rows
     job         the row's longest time exceeds its shortest by 20 % (STAR's definition, true in most rows)
 
 `rule` applies the definition to the forecast times themselves, as STAR does; `fitted` compares a score (the forecast
@@ -42,18 +42,18 @@ Flags = npt.NDArray[np.bool_]
 COMPLETE = ("transformer", "alexnet_ratio")
 FIT_SHARE = 0.7
 SLOW = 1.2
-WARM_UP = 5  # Rows no threshold is fitted to.
+WARM_UP = 5  # Rows excluded from fitting thresholds.
 HISTORY = 64  # Reports in a window of a live job.
 
 
 def read_matrices(path: Path) -> dict[str, Array]:
-    """Times of all rounds of every trace in seconds, shape (n_rounds, n_workers) each.
+    """Return the times of all rounds of every trace in seconds, shape (n_rounds, n_workers) each.
 
-    A round's time is what the worker computed, what its gradient took to the server and what the parameters took back;
-    the last is written down one round late. The first two rounds are start-up.
+    A round's time is the worker's computation, plus sending its gradient to the server, plus receiving the parameters;
+    the last is logged one round late. The first two rounds are start-up.
 
     Raises:
-        ValueError: The file is not of that form; the message says what is missing.
+        ValueError: The file does not have that form; the message says what is missing.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
@@ -76,22 +76,22 @@ def read_matrices(path: Path) -> dict[str, Array]:
 
 
 def _compute_ms(trace: dict[str, Any]) -> Array:
-    """Shape (n_rounds, n_workers)."""
+    """Return compute times in ms, shape (n_rounds, n_workers)."""
     columns = trace["worker_compute_ms"]
     rounds = min(len(column) for column in columns)
     return np.asarray([column[:rounds] for column in columns], dtype=np.float64).T
 
 
 def evaluate(times_s: Array, fit_share: float = FIT_SHARE) -> dict[str, Any]:
-    """Errors and balanced accuracies of all methods on one trace.
+    """Return errors and balanced accuracies of all methods on one trace.
 
     Args:
         times_s: Shape (n_rounds, n_workers).
-        fit_share: Part of the rounds before those that are judged.
+        fit_share: Leading part of the rounds, which is not scored.
 
     Returns:
         `error_ms` per method; `coverage_90` of the forecaster's 5 % to 95 % interval; per definition `positives`,
-        `share`, and per method `rule`, `fitted` and `auc`, null where all or none are positive.
+        `share`, and per method `rule`, `fitted` and `auc`, null if all or no rounds are positive.
     """
     medians, slow, spread, low, high = replayed(times_s)
     split = int(len(times_s) * fit_share)
@@ -118,7 +118,7 @@ def evaluate(times_s: Array, fit_share: float = FIT_SHARE) -> dict[str, Any]:
 
 
 def replayed(times_s: Array) -> tuple[dict[str, Array], Array, Array, Array, Array]:
-    """One step ahead through a trace: forecasts of all methods, probabilities, and the 90 % interval."""
+    """Forecast a trace one step ahead; return forecasts of all methods, probabilities, and the 90 % interval."""
     ranks = times_s.shape[1]
     forecaster = Forecaster(ranks)
     baselines: dict[str, LastValue | RunningMean | RunningMedian] = {
@@ -144,7 +144,7 @@ def replayed(times_s: Array) -> tuple[dict[str, Array], Array, Array, Array, Arr
 
 
 def _ratio(medians: Array, *, job: bool) -> Array:
-    """What the definition is applied to, as a logarithm."""
+    """Return the logarithm of the ratio that the definition compares with its threshold."""
     if job:
         return np.asarray(np.log(medians.max(axis=1) / medians.min(axis=1)))
     return np.asarray(np.log(medians / np.median(medians, axis=1, keepdims=True)))
@@ -165,14 +165,14 @@ def _judge(labels: Flags, scores: dict[str, Array], ours: Array, split: int) -> 
 
 
 def balanced_accuracy(said: Flags, truth: Flags) -> float | None:
-    """Mean of the parts of the positives and of the negatives that were found."""
+    """Return the mean of the true positive rate and the true negative rate."""
     if truth.all() or not truth.any():
         return None
     return 0.5 * (float(said[truth].mean()) + float((~said)[~truth].mean()))
 
 
 def area_under_curve(score: Array, truth: Flags) -> float | None:
-    """Probability that a positive has a higher score than a negative."""
+    """Return the probability that a positive has a higher score than a negative."""
     if truth.all() or not truth.any():
         return None
     yes, no = score[truth][:, None], score[~truth][None, :]
@@ -188,7 +188,7 @@ def _best_limit(score: Array, truth: Flags) -> float:
 
 
 def false_alarms(compute_s: Array) -> float:
-    """Part of the windows in which `find_stragglers` names a rank although nobody is disturbed.
+    """Return the share of windows in which `find_stragglers` names a rank although no worker is disturbed.
 
     Args:
         compute_s: Times before the collective, shape (n_rounds, n_workers); every round ends one window.
@@ -206,7 +206,7 @@ def false_alarms(compute_s: Array) -> float:
 
 
 def cost_us(ranks: int, rounds: int = 200) -> float:
-    """Microseconds of processor time to learn one iteration and forecast the next."""
+    """Return the processor time in microseconds to learn one iteration and forecast the next."""
     draw = np.random.default_rng(0)
     rows = 0.1 * np.exp(0.05 * draw.normal(size=(rounds, ranks)))
     forecaster = Forecaster(ranks)
@@ -218,7 +218,7 @@ def cost_us(ranks: int, rounds: int = 200) -> float:
 
 
 def _summary(traces: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Geometric mean of our error over each baseline's, and how many traces we win."""
+    """Return the geometric mean of our error over each baseline's, and on how many traces ours is lower."""
     found = {}
     for other in ("last", "mean", "median"):
         ratios = [trace["error_ms"]["forecast"] / trace["error_ms"][other] for trace in traces.values()]

@@ -1,8 +1,7 @@
-"""Whether `auto` does harm where nothing is to be gained: busy jobs on few cores, no rank slower than another.
+"""Whether `auto` does harm where there is nothing to gain: busy jobs on few cores, no rank slower than another.
 
-Every job trains in mode `sync` and in `auto`, one right after the other and in turns, while other processes take a part
-of the cores. `ratio` is the time of all steps in `auto` over that in `sync`: it is to stay at or below 1.05, whatever
-`auto` tried meanwhile.
+Every job trains in `sync` and in `auto`, in alternating runs, while other processes use part of the cores. `ratio` is
+the time of all steps in `auto` over that in `sync`; it must not exceed 1.05, whatever `auto` tried in between.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from benchmarks.lab.spec import write_json
 __all__ = ["Load", "main", "worker"]
 
 _LIMIT = 1.05
-_BUSY_S = 0.02  # A load's turn of computing, and
-_JOBS = (  # ranks, processes of other work, and the part of the time that each of those computes
+_BUSY_S = 0.02  # Length of one busy interval of a load process.
+_JOBS = (  # Ranks, load processes, and the share of time that each load process computes.
     (2, 0, 0.0), (2, 1, 0.5), (2, 2, 0.7), (4, 0, 0.0), (4, 1, 1.0), (4, 2, 0.5),
 )  # fmt: skip
 _WARM_STEPS = 10
@@ -38,11 +37,11 @@ _EXIT_FAILED = 1
 
 
 class Load:
-    """Processes that compute for a part of the time, inside the `with` block.
+    """Processes that compute for a share of the time, inside the `with` block.
 
     Args:
-        count: How many.
-        share: Part of the time, 0 to 1.
+        count: Number of processes.
+        share: Share of the time, 0 to 1.
     """
 
     def __init__(self, count: int, share: float) -> None:
@@ -53,7 +52,7 @@ class Load:
 
     def __enter__(self) -> Load:
         rest_s = _BUSY_S * (1.0 - self._share) / self._share if self._share else 1.0
-        # Ends with its input, so with this process too, however that ends.
+        # Ends when its standard input closes, so also when this process ends for any reason.
         code = (
             "import select, sys, time\n"
             "while not select.select([sys.stdin], [], [], float(sys.argv[2]))[0]:\n"
@@ -74,7 +73,7 @@ class Load:
 
 
 def worker(out: Path, mode: str, steps: int) -> None:
-    """One rank of a job that trains in one mode; rank 0 writes what it took."""
+    """Run one rank of a job that trains in one mode; rank 0 writes the times."""
     import torch
 
     import star_hvd as hvd
@@ -109,7 +108,7 @@ def worker(out: Path, mode: str, steps: int) -> None:
 
 
 def _measure(ranks: int, count: int, share: float, args: argparse.Namespace) -> dict[str, Any]:
-    """One job, in both modes."""
+    """Measure one job in both modes."""
     runs: dict[str, list[dict[str, Any]]] = {"sync": [], "auto": []}
     with Load(count, share):
         for turn in range(args.turns):
@@ -134,7 +133,7 @@ def _run(mode: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; exit status 1 where `auto` did harm or a job failed."""
+    """Measure; exit status 1 if `auto` did harm or a job failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.harm", description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=len(_JOBS), help=f"how many, of {len(_JOBS)} kinds in turn")
     parser.add_argument("--steps", type=int, default=400, help="of a run")

@@ -2,9 +2,8 @@
 
     python -m benchmarks.loader --json FILE
 
-One rank, four worker processes, epochs of both sides in turns. A side's figure is the median over its epochs; the
-first epoch of each, in which workers start, is left out. The training loop does nothing, so that the loader is all
-there is to be measured.
+One rank, four worker processes, alternating epochs of both sides. A side's figure is the median over its epochs,
+without the first one, in which workers start. The training loop does nothing, so only the loader is measured.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ QUALITY = 90
 
 
 class Waiting(Dataset[torch.Tensor]):
-    """Samples that take 5 ms and no processor, as from a remote store."""
+    """Samples that take 5 ms without using the processor, as from a remote store."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
@@ -58,7 +57,7 @@ class Pictures(Dataset[torch.Tensor]):
 
     Args:
         folder: Where the files are made.
-        samples: Length; the files are used again and again.
+        samples: Length; files are reused cyclically.
     """
 
     def __init__(self, folder: Path, samples: int) -> None:
@@ -83,10 +82,10 @@ def _loader(data: Dataset[torch.Tensor]) -> DataLoader[torch.Tensor]:
 
 
 def _rate(loader: Iterable[torch.Tensor], samples: int) -> float:
-    """Samples per second of an epoch.
+    """Return the samples per second of an epoch.
 
     Raises:
-        RuntimeError: Not all samples came.
+        RuntimeError: Samples were missing.
     """
     began_s = time.perf_counter()
     seen = sum(len(batch) for batch in loader)
@@ -97,7 +96,7 @@ def _rate(loader: Iterable[torch.Tensor], samples: int) -> float:
 
 
 def measure(data: Dataset[torch.Tensor], samples: int, epochs: int) -> dict[str, Any]:
-    """Epochs of both sides in turns: rates, the ratio of their medians, and waits for leases."""
+    """Alternate epochs of both sides; return rates, the ratio of their medians, and waits for leases."""
     plain, ours = _loader(data), hvd.shard(_loader(data))
     for loader in (plain, ours):
         _rate(loader, samples)

@@ -1,15 +1,14 @@
 """Whether servers harm others: they avoid a host that something else uses, and leave another job's step time alone.
 
-Two hosts are made of one machine, each with an address of its own.
+One machine is divided into two hosts, each with an address of its own.
 
-`busy`: each host is a control group with a quota of processors, as a container is. Processes that compute without end
-run on one of them, chosen by chance for each of the trials; a job of four ranks goes to servers, which must be on the
-other host.
+`busy`: each host is a control group with a CPU quota, like a container. In each trial, processes that compute without
+end run on one host, chosen at random; a job of four ranks switches to servers, which must be on the other host.
 
 `neighbour`: each host is half of the processors, which ranks are bound to. A job of two ranks computes on the first
-host. Another job, with one rank there and three on the second
-host, alternates between `sync`, `ps(3)` with servers that are placed by themselves, and `ps(3)` with its server on the
-first host, whatever that costs. Compared is the first job's step time.
+host. Another job, with one rank there and three on the second host, alternates between `sync`, `ps(3)` with
+automatically placed servers, and `ps(3)` with its server forced onto the first host. The first job's step times are
+compared.
 """
 
 from __future__ import annotations
@@ -39,31 +38,31 @@ __all__ = ["Phase", "halves", "main", "median_in", "ratios"]
 _LIMIT = 1.05
 _HOSTS = ("127.0.0.1", "127.0.0.2")
 _SETTLE_S = 6.0  # Until the load shows in the readings, which are taken once per second.
-_QUOTA_CORES, _BURNERS, _PERIOD_S = 1.0, 2, 0.1  # Of a host that is a control group, and of the load on it.
+_QUOTA_CORES, _BURNERS, _PERIOD_S = 1.0, 2, 0.1  # A host's quota, its load processes, the quota's period.
 _PHASES = ("sync", "placed", "forced")
-_DEVICE_S = 0.02  # Time of a step of the job with servers in which a device would compute.
-_WAIT_S = 90.0  # For servers to be in force, on a machine with little to spare.
+_DEVICE_S = 0.02  # Emulated device time of a step of the job with servers.
+_WAIT_S = 90.0  # For servers to come into force on a heavily loaded machine.
 _EXIT_FAILED = 1
 
-Phase = tuple[str, float, float]  # Its name, begin and end, seconds of the machine's clock.
+Phase = tuple[str, float, float]  # Name, begin and end; seconds of the machine's clock.
 
 
 def halves(cpus: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The processors of the two hosts."""
+    """Return the processors of the two hosts."""
     ordered = tuple(sorted(cpus))
     middle = len(ordered) // 2
     return ordered[:middle], ordered[middle:]
 
 
 def median_in(ends_s: Sequence[float], begin_s: float, end_s: float) -> float:
-    """Median time of the steps inside an interval, from the times at which steps ended; NaN for fewer than two."""
+    """Return the median step time inside an interval, from the end times of steps; NaN for fewer than two."""
     inside = [at for at in ends_s if begin_s <= at <= end_s]
     times = [after - before for before, after in itertools.pairwise(inside)]
     return statistics.median(times) if times else float("nan")
 
 
 def ratios(ends_s: Sequence[float], phases: Sequence[Phase]) -> dict[str, list[float]]:
-    """Step time in every phase but `sync`, over that in the `sync` phase before it."""
+    """Return the step time in every phase except `sync`, over that in the preceding `sync` phase."""
     found: dict[str, list[float]] = {}
     before = float("nan")
     for name, begin_s, end_s in phases:
@@ -77,7 +76,7 @@ def ratios(ends_s: Sequence[float], phases: Sequence[Phase]) -> dict[str, list[f
 
 @contextmanager
 def _containers() -> Iterator[tuple[Path, ...]]:
-    """Make a control group with a quota for each host; where their processes are written to, per host, by kind.
+    """Make control groups with a quota for each host; yield their folders, host by host, one per controller.
 
     Raises:
         QuotaError: They cannot be made here.
@@ -101,12 +100,12 @@ def _containers() -> Iterator[tuple[Path, ...]]:
         raise QuotaError(f"cannot make a control group with a quota: {error}") from None
     finally:
         for path in made:
-            with suppress(OSError):  # A process of it is still ending.
+            with suppress(OSError):  # One of its processes is still ending.
                 path.rmdir()
 
 
 def _join(groups: Sequence[Path], host: int) -> None:
-    """Be a process of one of the hosts that are control groups."""
+    """Move this process into the control group of a host."""
     count = len(groups) // len(_HOSTS)
     for path in groups[host * count : (host + 1) * count]:
         (path / "cgroup.procs").write_text(str(os.getpid()))
@@ -114,7 +113,7 @@ def _join(groups: Sequence[Path], host: int) -> None:
 
 @contextmanager
 def _load(begin: Callable[[], None], count: int) -> Iterator[None]:
-    """Processes that compute without end, after `begin`; they end with their input, so with this one too."""
+    """Run processes that call `begin` and compute without end; they end when their input closes, so with this one."""
     code = (
         "import os, sys, threading\n"
         "threading.Thread(target=lambda: (sys.stdin.read(), os._exit(0)), daemon=True).start()\n"
@@ -133,7 +132,7 @@ def _load(begin: Callable[[], None], count: int) -> Iterator[None]:
 
 
 def _bind(host: int) -> None:
-    """Be a process of one of the hosts that are halves; before threads are made."""
+    """Bind this process to the processors of a host; call before any thread starts."""
     os.environ["STAR_HOST"] = _HOSTS[host]
     os.sched_setaffinity(0, halves(sorted(os.sched_getaffinity(0)))[host])
 
@@ -147,7 +146,7 @@ def _network(width: int) -> Any:
 
 
 class _Job:
-    """One optimizer and its steps; every rank makes as many as rank 0 says."""
+    """One optimizer and its steps; rank 0 decides how many all ranks make."""
 
     def __init__(self, mode: Any, width: int) -> None:
         import torch
@@ -167,7 +166,7 @@ class _Job:
         self.optimizer.step()
 
     def run_until(self, done: Any, device_s: float) -> None:
-        """Steps until `done()` holds on rank 0; all ranks make the same number of them."""
+        """Train until `done()` holds on rank 0; all ranks make the same number of steps."""
         number = 0
         while True:
             self.step(device_s)
@@ -177,12 +176,12 @@ class _Job:
 
     @property
     def servers(self) -> list[int]:
-        """Ranks that run servers now."""
+        """Return the ranks that run servers now."""
         return list(self.optimizer._star.core.driver.engine.plan.servers)
 
 
 def _served_by(args: argparse.Namespace) -> None:
-    """A rank of `busy`: one optimizer with servers after the other; rank 0 moves the load."""
+    """Run a rank of `busy`: one optimizer with servers after the other; rank 0 moves the load."""
     rank = int(os.environ["HOROVOD_RANK"])
     os.environ["STAR_HOST"] = _HOSTS[rank // 2]
     import star_hvd as hvd
@@ -210,7 +209,7 @@ def _served_by(args: argparse.Namespace) -> None:
 
 
 def _alternating(args: argparse.Namespace) -> None:
-    """A rank of the job that goes to servers: rank 0 is on the first host, the others are on the second."""
+    """Run a rank of the job that switches to servers: rank 0 on the first host, the others on the second."""
     rank = int(os.environ["HOROVOD_RANK"])
     _bind(0 if rank == 0 else 1)
     import star_hvd as hvd
@@ -236,7 +235,7 @@ def _alternating(args: argparse.Namespace) -> None:
 
 
 def _steady(args: argparse.Namespace) -> None:
-    """A rank of the job that must not get slower: it computes on the first host until the file `stop` is there."""
+    """Run a rank of the job that must not get slower: train on the first host until the file `stop` exists."""
     _bind(0)
     import torch
 
@@ -274,7 +273,7 @@ def _run(role: str, ranks: int, out: Path, args: argparse.Namespace, **more: obj
 
 
 def _measure_busy(args: argparse.Namespace) -> dict[str, Any]:
-    """Trials of several jobs; in the first trial of each the load is there before the job."""
+    """Run trials of several jobs; in the first trial of each, the load starts before the job."""
     trials: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="neighbours-") as folder, _containers() as groups:
         for seed in range(args.jobs):
@@ -312,7 +311,7 @@ def _measure_neighbour(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; exit status 1 where servers harmed others or a job failed."""
+    """Measure; exit status 1 if servers harmed others or a job failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.neighbours", description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=("busy", "neighbour"), help="one of the two measurements")
     parser.add_argument("--total", type=int, default=20, help="trials of `busy`")

@@ -1,4 +1,4 @@
-"""What star_hvd costs while nobody is slow: step time against plain Horovod, in alternating blocks."""
+"""What star_hvd costs without stragglers: step time against plain Horovod, in alternating blocks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ FIGURES = (
     "blocks", "steps", "device-ms", "device-fixed-ms", "work-after-backward-ms", "dataset", "mode", "device",
     "feed", "input-ms-per-sample", "workers",
 )  # fmt: skip
-SLOWEST_STEP_S = 0.3  # on a loaded machine; only the deadline depends on it
+SLOWEST_STEP_S = 0.3  # On a loaded machine; used only for the deadline.
 
 
 def summarize_blocks(blocks_s: dict[str, list[list[float]]], stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Medians, their ratio and its spread over the pairs of blocks.
+    """Return medians, their ratio and its spread over the pairs of blocks.
 
     Args:
         blocks_s: Step times in seconds per side (`plain`, `star`), one list per block.
@@ -66,10 +66,10 @@ def summarize_blocks(blocks_s: dict[str, list[list[float]]], stats: Sequence[dic
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run the job and work out its figures."""
+    """Run the job and compute its figures."""
     run_dir = Path(tempfile.mkdtemp(prefix="straggler-lab-"))
     options = [f"--{name}={getattr(args, name.replace('-', '_'))}" for name in FIGURES]
-    options.append(f"--trained-network={args.network}")  # horovodrun takes --network for an abbreviation of its own.
+    options.append(f"--trained-network={args.network}")  # horovodrun would take --network as an abbreviation.
     command = horovodrun_command(args.ranks, "benchmarks.workers.overhead", str(run_dir), *options)
     deadline_s = ALLOWANCE_S + 2 * args.blocks * args.steps * (
         SLOWEST_STEP_S + (args.device_ms + args.work_after_backward_ms + BATCH_SAMPLES * args.input_ms_per_sample) / 1e3

@@ -1,4 +1,4 @@
-"""Plots of result files of `benchmarks.tta`: accuracy over time, and whose gradient was in which step."""
+"""Plots of result files of `benchmarks.tta`: accuracy over time, and which gradients were in which step."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ STYLE = {
 }
 FRESH_COLOR, MISSING_COLOR, FOLD_COLOR = "#1f6feb", "#f4d6a0", "#c77700"
 SMOOTHED = 3
-TITLE_CHARACTERS = 100  # Of a line, in the plot's width.
+TITLE_CHARACTERS = 100  # Characters of a title line that fit the plot's width.
 DPI = 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strip:
-    """What the lower part of the plot shows.
+    """Data of the lower part of the plot.
 
     Attributes:
         edges_s: Boundaries of the steps since the start of training, shape (n_steps + 1,).
         members: 1 where a rank's fresh gradient is in the step, shape (n_ranks, n_steps).
         fold_times_s: Ends of the steps in which late gradients were folded.
         modes: Mode of each step, shape (n_steps,).
-        steps: Number of each, same shape.
+        steps: Number of each step, same shape.
     """
 
     edges_s: list[float]
@@ -57,7 +57,7 @@ class Strip:
 
     @property
     def changes(self) -> list[tuple[float, int, str]]:
-        """Every change of mode: when, the first step, and the mode."""
+        """Return every change of mode: time, first step, and mode."""
         return [
             (self.edges_s[index], self.steps[index], self.modes[index])
             for index in range(1, len(self.modes))
@@ -66,7 +66,7 @@ class Strip:
 
 
 def plot(summary: dict[str, Any], path: Path, variants: Sequence[str] = tuple(STYLE)) -> None:
-    """Draw a result of `tta` into the image file `path`."""
+    """Plot a result of `tta` into the image file `path`."""
     shown = [name for name in variants if name in summary["variants"]]
     strip = member_strip(_first_star(summary), summary["ranks"])
     figure, axes = plt.subplots(
@@ -93,7 +93,7 @@ def _first_star(summary: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def member_strip(run: dict[str, Any] | None, ranks: int) -> Strip | None:
-    """When each step ended, whose fresh gradient was in it, and where late gradients were folded in.
+    """Return when each step ended, whose fresh gradient was in it, and where late gradients were folded.
 
     Args:
         run: A seed's entry of the star variant, with `timeline`, `times_s` and `steps`.
@@ -105,8 +105,8 @@ def member_strip(run: dict[str, Any] | None, ranks: int) -> Strip | None:
     if run is None or not run["timeline"]:
         return None
     timeline = sorted(run["timeline"], key=lambda entry: entry["step"])
-    # The optimizer's clock started elsewhere: steps that both know give the difference.
-    # Its entries are numbered from 0, the step counter tells how many steps were made.
+    # The optimizer's clock has a different origin; steps known to both clocks give the offset.
+    # Timeline entries are numbered from 0; the step counter is the number of completed steps.
     ends_s = {entry["step"] + 1: entry["time_s"] for entry in timeline}
     offsets = [
         time_s - ends_s[step] for time_s, step in zip(run["times_s"], run["steps"], strict=True) if step in ends_s
@@ -148,7 +148,7 @@ def _floor(target: float) -> float:
 
 
 def _mark_time(axes: Axes, time_s: float, percent: float, color: str, level: int) -> None:
-    """A point where the target is reached, and its time near the bottom, a line higher for each level."""
+    """Mark where the target is reached, and write its time near the bottom, one line higher per level."""
     axes.plot([time_s], [percent], "o", color=color, markersize=7, zorder=5)
     floor = _floor(percent / 100)
     axes.plot([time_s, time_s], [floor, percent], color=color, linewidth=1.0, linestyle=":")
@@ -178,7 +178,7 @@ def _draw_strip(axes: Axes, strip: Strip) -> None:
     for time_s, _, _ in strip.changes:
         axes.axvline(time_s, color="0.15", linewidth=1.0, linestyle=(0, (3, 2)))
     lines = textwrap.wrap(_modes_phrase(strip), TITLE_CHARACTERS)
-    beside = len(lines[-1]) <= TITLE_CHARACTERS // 2  # The legend, in the same line.
+    beside = len(lines[-1]) <= TITLE_CHARACTERS // 2  # The legend fits in the same line.
     axes.set_title("\n".join(lines if beside else [*lines, ""]), loc="left", fontsize=10)
     handles = [
         Patch(color=FRESH_COLOR, label="fresh"),
@@ -191,7 +191,7 @@ def _draw_strip(axes: Axes, strip: Strip) -> None:
 
 
 def _modes_phrase(strip: Strip) -> str:
-    """All modes in their order: `star_hvd: sync, partial(3) from step 5, ps(backup=1) from step 77`."""
+    """Return all modes in order: `star_hvd: sync, partial(3) from step 5, ps(backup=1) from step 77`."""
     if not strip.changes:
         return f"star_hvd: {strip.modes[0]} throughout"
     names = ", ".join(f"{mode} from step {step}" for _, step, mode in strip.changes)

@@ -1,10 +1,10 @@
-"""How well policies choose: regret against the best fixed mode in hindsight, on simulated networks never seen.
+"""How well policies choose: regret against the best fixed mode in hindsight, on unseen simulated networks.
 
     python -m benchmarks.policy --json FILE [--scenarios 60] [--policy module:factory]
 
-Every scenario is a network, a cluster and contention drawn anew; all fixed modes are simulated to the target, then
+Every scenario is a random draw of network, cluster and contention. All fixed modes are simulated to the target, then
 every policy (`scheduler.learning.evaluate`). The figure is expected time to the target over the best fixed mode's,
-minus 1. `learned` is the model that `STAR_MODEL` names or the package brings, unless --policy gives another factory
+minus 1. `learned` is the model that `STAR_MODEL` names or the packaged one, unless --policy gives another factory
 `(world_size, hosts) -> policy` with the method `decide(window, active)`.
 """
 
@@ -30,7 +30,7 @@ _LEARNED = "scheduler.learning.model_choice:learned_policy"
 
 
 def _factory(name: str) -> Factory:
-    """The factory `module:attribute`."""
+    """Import the factory `module:attribute`."""
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(importlib.import_module(module), attribute)

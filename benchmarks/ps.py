@@ -1,8 +1,8 @@
-"""What parameter servers carry: pushed and pulled bytes per worker, against plain TCP sockets with the same bytes.
+"""Throughput of parameter servers: pushed and pulled bytes per worker, against plain TCP sockets with the same bytes.
 
-Both sides do the same in turns, in the same processes: every worker sends all chunks and takes all chunks back, a
-chunk goes back as soon as every worker's has come. The sockets only copy; the servers also add up, step the
-optimizer and keep their mirror.
+Both sides alternate in the same processes with the same pattern: every worker sends all chunks and receives all chunks
+back; a chunk is returned once every worker's has arrived. The sockets only copy; the servers also sum, step the
+optimizer and update their mirror.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ HOST = "127.0.0.1"
 
 
 def make_model(mbytes: float, chunk_kib: int, servers: int) -> tuple[list[Any], torch.optim.Optimizer, Layout]:
-    """Buckets, optimizer and layout of a model of that size, the same in every process."""
+    """Make buckets, optimizer and layout of a model of that size, the same in every process."""
     torch.manual_seed(0)
     rows = max(1, round(mbytes * 1e6 / 4 / 1024 / 20))
     params = [torch.nn.Parameter(torch.randn(rows, 1024)) for _ in range(20)]
@@ -66,7 +66,7 @@ def _listen() -> socket.socket:
 
 
 def copy_server(listener: socket.socket, workers: int, sizes: Sequence[int]) -> None:
-    """Process: take every chunk of every worker, then send as many bytes back to each."""
+    """Run a copy server: receive every chunk from every worker, then send as many bytes back to each."""
     ends = [listener.accept()[0] for _ in range(workers)]
     for end in ends:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -91,7 +91,7 @@ def _fill(end: socket.socket, view: memoryview) -> None:
 
 
 def copy_once(end: socket.socket, sent: Sequence[memoryview], taken: Sequence[memoryview]) -> None:
-    """Send and take a model's bytes at the same time."""
+    """Send and receive a model's bytes at the same time."""
 
     def send() -> None:
         for view in sent:
@@ -108,7 +108,7 @@ def copy_once(end: socket.socket, sent: Sequence[memoryview], taken: Sequence[me
 
 
 def worker(rank: int, pipe: Any) -> None:
-    """Process: tell its public key, then run blocks of exchanges of either kind, as told, and report their seconds."""
+    """Run a worker process: send its public key, then run blocks of exchanges as requested and report their seconds."""
     torch.set_num_threads(1)
     key = JobKey.new()
     pipe.send(key.own.public)
@@ -149,7 +149,7 @@ def worker(rank: int, pipe: Any) -> None:
 
 @contextlib.contextmanager
 def servers_running(args: argparse.Namespace, key: JobKey) -> Iterator[tuple[list[ServerProcess], Layout]]:
-    """Seeded servers."""
+    """Start seeded servers."""
     buckets, optimizer, layout = make_model(args.mbytes, args.chunk_kib, args.servers)
     folder = PrivateFolder() if args.no_encryption else None
     host = HOST if folder is None else str(folder.path)
@@ -171,7 +171,7 @@ def servers_running(args: argparse.Namespace, key: JobKey) -> Iterator[tuple[lis
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run both sides in turns and work out the figures."""
+    """Alternate both sides and compute the figures."""
     context = multiprocessing.get_context("spawn")
     listener = _listen()
     processes: list[Any] = []
@@ -218,12 +218,12 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 def _turns(
     args: argparse.Namespace, pipes: Sequence[Any], pids: dict[str, list[int]], console: Console
 ) -> tuple[dict[str, list[list[float]]], dict[str, float]]:
-    """Seconds per exchange of every block, and seconds of CPU the servers used in all of them."""
+    """Return the seconds per exchange of every block, and the servers' total CPU seconds per side."""
     blocks_s: dict[str, list[list[float]]] = {"tcp": [], "ps": []}
     cpu_s = {"tcp": 0.0, "ps": 0.0}
     with progress_view(console, 2 * args.blocks) as view:
         for kind in ("tcp", "ps"):
-            _block(pipes, kind, 3)  # The first exchanges grow buffers and make the optimizer's state.
+            _block(pipes, kind, 3)  # The first exchanges grow buffers and create the optimizer's state.
         for number in range(args.blocks):
             for kind in ("tcp", "ps") if number % 2 == 0 else ("ps", "tcp"):
                 before_s = _cpu_s(pids[kind])
@@ -250,11 +250,11 @@ def _answer(pipe: Any) -> Any:
 
 
 def summarize(blocks_s: dict[str, list[list[float]]], model_bytes: int) -> dict[str, Any]:
-    """Throughputs and their ratio.
+    """Return throughputs and their ratio.
 
     Args:
         blocks_s: Seconds per exchange of every block, all workers together, for `tcp` and `ps`.
-        model_bytes: Bytes a worker sends in an exchange; it takes as many.
+        model_bytes: Bytes a worker sends in an exchange; it receives as many.
     """
     medians = {kind: statistics.median(t for block in blocks for t in block) for kind, blocks in blocks_s.items()}
     pairs = [

@@ -1,7 +1,7 @@
-"""Every figure of the documents from one version of the code: measured, in one table, and put into the documents.
+"""Every figure of the documents from one version of the code: measured, shown in a table, and put into the documents.
 
-What is measured already for this version is not measured again, so a run that was interrupted goes on. `--record`
-keeps the figures in benchmarks/figures.json and writes them between the markers of README.md and docs/.
+Rows already measured for this version are skipped, so an interrupted run can be continued. `--record` saves the
+figures in benchmarks/figures.json and writes them between the markers of README.md and docs/.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ EXIT_FAILED, EXIT_USAGE = 1, 2
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """The documents that have places for figures.
+    """Return the documents that have markers for figures.
 
     Raises:
-        MarkerError: A place without an end, or for no table.
+        MarkerError: A marker is unpaired or names an unknown table.
     """
     candidates = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
     return [page for page in candidates if block_names(page.read_text(encoding="utf-8"), page.name)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure what is missing; exit status 1 where a row failed."""
+    """Measure missing rows; exit status 1 if a row failed."""
     args = _parser().parse_args(argv)
-    # Bound to this standard output: while a row is measured, the process's own is the row's log.
+    # Bound to this standard output: while a row is measured, the process's own goes to the row's log.
     console, errors = Console(file=sys.stdout, highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         rows = _chosen(args.only)
@@ -101,10 +101,10 @@ def _list(rows: Sequence[Row], console: Console) -> None:
 
 
 def _measure(rows: Sequence[Row], ledger: Ledger, args: argparse.Namespace, console: Console) -> list[str]:
-    """Measure, a line per row; the names of those that failed."""
+    """Measure the rows, printing a line each; return the names of those that failed."""
     columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     failed = []
-    # Its own standard output goes into the log of a row.
+    # No redirection by the progress bar: standard output goes to the row's log.
     with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False) as bar:
         task = bar.add_task("", total=len(rows))
         for row in rows:
@@ -123,7 +123,7 @@ def _measure(rows: Sequence[Row], ledger: Ledger, args: argparse.Namespace, cons
 
 
 def _check_version(ledger: Ledger, name: str) -> None:
-    """Take a row back that was measured while the code changed."""
+    """Delete a row's entry if the code changed while it was measured."""
     version = code_version()
     if version != ledger.document["version"]:
         ledger.forget(name)
@@ -131,7 +131,7 @@ def _check_version(ledger: Ledger, name: str) -> None:
 
 
 def _write(ledger: Ledger, record: bool, console: Console) -> None:
-    """The table, the plot, and where asked the record and the documents."""
+    """Write the table and the plot, and with `record` also the recorded figures and the documents."""
     if "date" not in ledger.document:
         return
     text = render("all", ledger.document)

@@ -1,7 +1,7 @@
-"""What the run log costs a step, also while its MLflow server dies; and whether nothing of it is lost.
+"""What the run log costs a step, even while its MLflow server dies, and whether anything of the log is lost.
 
-Both optimizers are in one process, so the log's own threads and its sender run beside the blocks of either: what
-differs is the step path. What the rest costs the machine is in the step time of both.
+Both optimizers are in one process, so the log's threads and its sender run during the blocks of either. The comparison
+therefore shows only the cost on the step path; any other load on the machine is in the step times of both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ START_DEADLINE_S, SYNC_DEADLINE_S, JOB_ALLOWANCE_S = 90.0, 180.0, 120.0
 
 
 class Server:
-    """An MLflow tracking server on this machine that can be killed and started again.
+    """An MLflow tracking server on this machine that can be killed and restarted.
 
     Args:
         folder: Where its database and its log are.
@@ -75,7 +75,7 @@ class Server:
         raise JobFailed(f"the MLflow server does not answer; see {self._folder / 'server.log'}")
 
     def kill(self) -> None:
-        """Kill it with everything it started."""
+        """Kill it and all its descendants."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -101,7 +101,7 @@ def _settings(**values: str) -> Iterator[None]:
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Train with the log off and on, kill the server half way, send the rest, compare.
+    """Train with the log off and on, kill the server halfway, send the rest, compare.
 
     Raises:
         JobFailed: The job, the server or the sending failed.
@@ -145,7 +145,7 @@ def _train(
 
 
 def _sync(uri: str, logs: Path, found: dict[str, Any]) -> dict[str, Any]:
-    """Send what the server lacks, and compare what it has with what the files have."""
+    """Send what the server lacks, and compare its contents with the log files."""
     from star_hvd.run_log import layout
     from star_hvd.run_log.sender import connect
     from star_hvd.run_log.spool import read_events
@@ -159,7 +159,7 @@ def _sync(uri: str, logs: Path, found: dict[str, Any]) -> dict[str, Any]:
         )  # fmt: skip
         if done.returncode:
             raise JobFailed(f"sync-logs ended with {done.returncode}: {done.stdout[-500:]} {done.stderr[-500:]}")
-        time.sleep(0.5)  # Its own sender may have it.
+        time.sleep(0.5)  # The job's own sender may hold the log.
     client = connect(uri)
     experiment = client.get_experiment_by_name(layout.experiment_name())
     runs = client.search_runs([experiment.experiment_id]) if experiment is not None else []
@@ -203,7 +203,7 @@ def _table(summary: dict[str, Any]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure once and print; exit status 1 where something of the log is missing afterwards."""
+    """Measure once and print; exit status 1 if part of the log is missing afterwards."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run_log", description=__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks")

@@ -1,4 +1,4 @@
-"""What process sets cost: static and dynamic, with this project's Horovod and, for comparison, an unpatched one.
+"""What process sets cost: static and dynamic, with this project's Horovod and optionally an unpatched one.
 
 `python -m benchmarks.sets --ranks 4 --json FILE [--unpatched-python PATH]`
 """
@@ -24,7 +24,7 @@ from benchmarks.lab.spec import write_json
 __all__ = ["main", "summarize"]
 
 DEADLINE_S = 240.0
-ROWS = (  # name, what it is, in what, factor from the unit of the name
+ROWS = (  # Name, description, displayed unit, factor from the unit of the name.
     ("idle_cpu_share", "CPU of an idle process", "% of a core", 100.0),
     ("empty_s", "empty all-reduce, median", "ms", 1e3),
     ("empty_p95_s", "empty all-reduce, 95th percentile", "ms", 1e3),
@@ -42,17 +42,17 @@ ROWS = (  # name, what it is, in what, factor from the unit of the name
 
 
 def horovodrun(python: str, ranks: int, dynamic: bool, run_dir: Path) -> list[str]:
-    """The command of one job. The launcher hands its environment on to the ranks."""
+    """Return the command of one job. The launcher passes its environment on to the ranks."""
     launcher = [python, "-m", "horovod.runner.launch", "-np", str(ranks), "--gloo"]
     worker = [python, "-m", "benchmarks.workers.sets", str(run_dir)]
     return ["env", f"HOROVOD_DYNAMIC_PROCESS_SETS={int(dynamic)}", *launcher, *worker]
 
 
 def summarize(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians over the repetitions, and their ratios to the static sets of the same Horovod.
+    """Return medians over the repetitions, and their ratios to the static sets of the same Horovod.
 
     Args:
-        runs: Variant (`static`, `dynamic`, with ` unpatched` behind it) to the figures of its repetitions.
+        runs: Maps variant (`static`, `dynamic`, or these followed by ` unpatched`) to the figures of its repetitions.
     """
     medians = {
         variant: {name: statistics.median(each[name] for each in repeats) for name in repeats[0]}
@@ -71,7 +71,7 @@ def summarize(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """The medians, and in brackets the ratio to static sets."""
+    """Return a table of the medians, with the ratio to static sets in brackets."""
     medians, ratios = summary["medians"], summary["ratios_to_static"]
     shown = Table("", "unit", *medians, title="Cost of process sets", title_justify="left")
     for name, what, unit, factor in ROWS:
@@ -85,7 +85,7 @@ def table(summary: dict[str, Any]) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line. Exit status 1 if a job failed."""
+    """Run the command line; exit status 1 if a job failed."""
     parser = argparse.ArgumentParser(description="Measure what process sets cost.")
     parser.add_argument("--ranks", type=int, default=4, help="3 or more (%(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="jobs per variant, in turn (%(default)s)")
@@ -114,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def one_job(python: str, ranks: int, dynamic: bool) -> dict[str, float]:
-    """The figures of one job.
+    """Run one job and return its figures.
 
     Raises:
         JobFailed: It died or took too long.

@@ -2,9 +2,9 @@
 
     python -m benchmarks.simspeed --json FILE [--ranks 1000] [--steps 1000] [--limit-s 60]
 
-A step is as many gradients as there are ranks, whatever the mode makes of them: under `ps(1)` that is 1,000 updates.
-The job has a slow rank, a starved one and jitter, so that no mode has it easy. Timed with the processor's clock of
-this process; exit status 1 where a mode needs longer than the limit.
+A step is as many gradients as there are ranks, in any mode: under `ps(1)` that is 1,000 updates. The job has a slow
+rank, a starved one and jitter, so that no mode is easy to simulate. Timed in processor time of this process; exit
+status 1 if a mode exceeds the limit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["main", "measure", "plans"]
 
 
 def plans(n: int) -> dict[str, Plan]:
-    """Every mode, with every rule of the servers."""
+    """Return a plan for every mode, with every server rule."""
     return {
         "sync": Plan.sync(n),
         "partial": Plan.partial(n, max(1, n - n // 100 - 1)),
@@ -45,7 +45,7 @@ def plans(n: int) -> dict[str, Plan]:
 
 
 def scenario(n: int) -> Scenario:
-    """A job whose target is out of reach, so that only the number of steps ends it."""
+    """Return a job whose target is unreachable, so that only the number of steps ends it."""
     last = 1e6
     return Scenario(
         cluster=Cluster(world_size=n, jitter=0.05),
@@ -58,10 +58,10 @@ def scenario(n: int) -> Scenario:
 
 
 def measure(plan: Plan, steps: int, *, policy: bool = False, limit_s: float = 300.0) -> dict[str, Any]:
-    """Simulate `steps` times as many gradients as ranks.
+    """Simulate `steps` gradients per rank on average.
 
     Returns:
-        `cpu_s`, `gradients`, `updates` and the simulated time; `complete` is false where `limit_s` ended it.
+        `cpu_s`, `gradients`, `updates` and the simulated time; `complete` is false if `limit_s` ended it.
     """
     n = plan.world_size
     job = Job(scenario(n), plan, CostPolicy(n) if policy else None, every_steps=10)

@@ -1,8 +1,8 @@
 """What star_hvd costs at the start and at the end of a job, and the processes its run log adds to rank 0.
 
-The same small script runs under plain Horovod and under star_hvd, in turn; every figure is a median over the runs of
-the slowest rank. With `--optimizers N` a further job makes N optimizers one after another, and the processes that
-belong to rank 0 are counted while it runs.
+The same small script alternates between plain Horovod and star_hvd. Every figure takes the slowest rank of each run and
+is the median over the runs. With `--optimizers N`, another job makes N optimizers one after another while rank 0's
+helper processes are counted.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ DEADLINE_S = 300.0
 AFTERWARDS_S = 600.0
 LOOK_INTERVAL_S = 0.1
 SHORTEST_S = 1.0
-TAG = "STARTUP_BENCHMARK"  # Environment variable by which the processes of a job are found, whatever their parent is.
+TAG = "STARTUP_BENCHMARK"  # Environment variable that identifies a job's processes, whatever their parent is.
 FIGURES = ("import_s", "first_step_s", "first_step_cpu_s", "end_s", "wall_s")
 
 
 def summarize_runs(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Medians of both sides and their differences.
+    """Return medians of both sides and their differences.
 
     Args:
         runs: Per side (`plain`, `star`) the figures of every run.
@@ -61,7 +61,7 @@ def summarize_runs(runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 
 class _Exits:
-    """Notes when the processes that registered in a folder ended; they are no children of this process."""
+    """Notes when the processes registered in a folder end; they are not children of this process."""
 
     def __init__(self, folder: Path) -> None:
         self.began_unix_s: dict[int, float] = {}
@@ -70,7 +70,7 @@ class _Exits:
         self._fds: dict[int, int] = {}
 
     def look(self) -> None:
-        """Take in new processes, and those that ended since the last call; waits up to `LOOK_INTERVAL_S`."""
+        """Note new processes and those that ended since the last call; waits up to `LOOK_INTERVAL_S`."""
         for path in self._folder.glob("*.pid"):
             pid = int(path.stem)
             if pid not in self.began_unix_s:
@@ -84,23 +84,23 @@ class _Exits:
 
 
 class _Helpers:
-    """Counts the processes of a job that belong to its rank 0 beside rank 0 itself, and their memory."""
+    """Counts the helper processes of a job's rank 0, and their memory."""
 
     def __init__(self, tag: str, ranks: dict[int, float]) -> None:
         self.lived_s: dict[int, float] = {}
         self.most_bytes = 0
         self.most_at_once = 0
         self._tag = tag
-        self._ranks = ranks  # Filled while this watches.
+        self._ranks = ranks  # Filled concurrently.
         self._strangers: set[int] = set()
 
     @property
     def count(self) -> int:
-        """Processes in all; not those of a moment, as `git rev-parse` is one."""
+        """Return the total number of processes, without short-lived ones such as `git rev-parse`."""
         return sum(lived_s >= SHORTEST_S for lived_s in self.lived_s.values())
 
     def look(self) -> int:
-        """Count once; how many there are now."""
+        """Count once; return the current number."""
         found = self._alive()
         used = 0
         for process in found:
@@ -113,7 +113,7 @@ class _Helpers:
         return len(found)
 
     def end(self) -> None:
-        """Kill those that are alive."""
+        """Kill those still alive."""
         for process in self._alive():
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -132,8 +132,8 @@ class _Helpers:
         return found
 
     def _belongs(self, process: psutil.Process) -> bool:
-        """Whether it is a child of a rank's, or of nobody's any more; horovodrun and its shells are neither."""
-        if not self._ranks:  # Nothing but horovodrun so far.
+        """Whether it descends from a rank or is orphaned; horovodrun and its shells are excluded."""
+        if not self._ranks:  # Only horovodrun so far.
             return False
         parents = process.parents()
         return any(parent.pid in self._ranks for parent in parents) or not any(
@@ -149,7 +149,7 @@ def _command(folder: Path, side: str, args: argparse.Namespace, optimizers: int)
 
 
 def _run(root: Path, side: str, args: argparse.Namespace, optimizers: int = 1) -> tuple[dict[str, float], _Helpers]:
-    """One job: its figures, and rank 0's helpers."""
+    """Run one job; return its figures and rank 0's helpers."""
     folder, tag = Path(tempfile.mkdtemp(prefix="job-", dir=root)), secrets.token_hex(8)
     exits = _Exits(folder)
     helpers = _Helpers(tag, exits.began_unix_s)
@@ -158,7 +158,7 @@ def _run(root: Path, side: str, args: argparse.Namespace, optimizers: int = 1) -
     def watch() -> None:
         while not over.is_set() or exits.began_unix_s.keys() - exits.ended_unix_s.keys():
             exits.look()
-            if optimizers > 1:  # Looking costs time of a core, which the timed runs need.
+            if optimizers > 1:  # Counting uses processor time that the timed runs need.
                 helpers.look()
 
     watcher = threading.Thread(target=watch, daemon=True)
@@ -174,7 +174,7 @@ def _run(root: Path, side: str, args: argparse.Namespace, optimizers: int = 1) -
         over.set()
         watcher.join(10.0)
     ended_s = time.monotonic()
-    while helpers.look():  # The sender works on for a while, and would slow the next run down.
+    while helpers.look():  # The sender keeps working for a while and would slow the next run.
         if optimizers == 1:
             helpers.end()
         if time.monotonic() > ended_s + AFTERWARDS_S:
@@ -185,7 +185,7 @@ def _run(root: Path, side: str, args: argparse.Namespace, optimizers: int = 1) -
 
 
 def _ignore(fields: dict[str, Any]) -> None:
-    """The worker tells nothing while it runs."""
+    """Ignore progress; the worker reports none."""
 
 
 def _figures(folder: Path, exits: _Exits, ranks: int) -> dict[str, float]:
@@ -199,11 +199,11 @@ def _figures(folder: Path, exits: _Exits, ranks: int) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run the jobs and work out the figures."""
+    """Run the jobs and compute the figures."""
     root = Path(tempfile.mkdtemp(prefix="star-startup-"))
     try:
         runs: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-        for turn in range(args.runs + 1):  # The first pair warms the disk's cache and makes MLflow's database.
+        for turn in range(args.runs + 1):  # The first pair warms the disk cache and creates MLflow's database.
             for side in SIDES if turn % 2 == 0 else reversed(SIDES):
                 found, _ = _run(root, side, args)
                 if turn:

@@ -1,9 +1,9 @@
-"""What crowds of peers without a key, at every socket of a job, cost the job: step time, processor time, memory.
+"""What crowds of peers without a key at every socket of a job cost the job: step time, processor time, memory.
 
-The job has half of the processors and the crowds have the other half, so that what a crowd uses itself does not slow
-the job down; `--share` gives all to both. Phases follow each other in one job: nobody; the same crowds at listeners
-that are not the job's (`elsewhere`: they accept, keep 16, close the oldest and discard what is sent); crowds at the
-job's sockets. Every phase is compared with the one before it in which there was nobody.
+The job has half of the processors and the crowds have the other half, so that the crowds' own processor use does not
+slow the job; with `--share` both use all. One job goes through all phases: no crowd; crowds at listeners that are not
+the job's (`elsewhere`: they accept, keep 16, close the oldest and discard the data); the same crowds at the job's
+sockets. Every phase is compared with the preceding phase without a crowd.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Figures = dict[str, Any]
 
 
 class _Job:
-    """The job under attack, in a thread of its own."""
+    """The attacked job, run in a thread of its own."""
 
     def __init__(self, folder: Path, args: argparse.Namespace, cpus: Sequence[int]) -> None:
         self._folder, self._args, self._cpus = folder, args, cpus
@@ -68,13 +68,13 @@ class _Job:
             self._failed.append(error)
 
     def ready(self) -> list[Address]:
-        """Wait for its sockets: those of the ranks, and those of their servers."""
+        """Wait for the sockets of the ranks and of their servers, and return them."""
         limit_s = time.monotonic() + _WAIT_S
         while len(found := self._notes()) < self._args.ranks:
             if self._failed or time.monotonic() > limit_s:
                 raise self._failed[0] if self._failed else JobFailed("the job did not begin to train")
             time.sleep(_LOOK_S)
-        time.sleep(self._args.settle_s)  # Servers come later.
+        time.sleep(self._args.settle_s)  # Servers start later.
         addresses = {(note["host"], port) for note in found for port in note["ports"]}
         for process in self.processes()[len(found) :]:
             with contextlib.suppress(psutil.Error):
@@ -83,7 +83,7 @@ class _Job:
         return sorted(addresses)
 
     def processes(self) -> list[psutil.Process]:
-        """Its ranks, then their servers."""
+        """Return its ranks, then their servers."""
         ranks = [psutil.Process(note["pid"]) for note in self._notes()]
         return ranks + [child for rank in ranks for child in rank.children(recursive=True)]
 
@@ -91,7 +91,7 @@ class _Job:
         return [json.loads(path.read_text(encoding="utf-8")) for path in sorted(self._folder.glob("ports*.json"))]
 
     def end(self) -> dict[str, Any]:
-        """Stop it; what its first and its last rank noted."""
+        """Stop it; return what its first and its last rank recorded."""
         (self._folder / "stop").touch()
         self._thread.join()
         if self._failed:
@@ -102,7 +102,7 @@ class _Job:
 
 
 class _Meter(threading.Thread):
-    """Most memory of processes beyond what they had, as long as it runs; their processor time is asked for."""
+    """Tracks the largest memory growth of processes while it runs, and reads their processor time on request."""
 
     def __init__(self, processes: Sequence[psutil.Process]) -> None:
         super().__init__(daemon=True)
@@ -118,7 +118,7 @@ class _Meter(threading.Thread):
             self.most_bytes = max(self.most_bytes, *(b - a for a, b in zip(self._before, now, strict=True)))
 
     def cpu_s(self) -> tuple[float, float]:
-        """Processor time of all threads, and of all but those that train."""
+        """Return the processor time of all threads, and of all but the training threads."""
         used = [(one.user_time + one.system_time, one.id == p.pid) for p in self._processes for one in p.threads()]
         return sum(took_s for took_s, _ in used), sum(took_s for took_s, trains in used if not trains)
 
@@ -128,7 +128,7 @@ class _Meter(threading.Thread):
 
 
 def _phase(name: str, job: _Job, ports: Sequence[Address], args: argparse.Namespace, cpus: Sequence[int]) -> Figures:
-    """One phase; its figures but those of the steps, which the job has."""
+    """Run one phase; return its figures except step times, which the job records."""
     kind, _, elsewhere = name.partition(" ")
     crowds: list[list[int]] = []
     with contextlib.ExitStack() as stack:
@@ -137,7 +137,7 @@ def _phase(name: str, job: _Job, ports: Sequence[Address], args: argparse.Namesp
         if elsewhere:
             ports = stack.enter_context(idle_listeners(len(ports), cpus))
         if kind != QUIET:
-            # Memory counts from the first of them, time when all are there.
+            # Memory counts from the first stranger on, processor time once all are connected.
             with ThreadPoolExecutor(len(ports)) as pool:
                 made = [strangers(kind, args.count, host, port, cpus) for host, port in ports]
                 crowds = list(pool.map(stack.enter_context, made))
@@ -159,12 +159,12 @@ def _phase(name: str, job: _Job, ports: Sequence[Address], args: argparse.Namesp
 
 
 def summarize(phases: Sequence[Figures], ends_s: Sequence[float], entries_s: Sequence[Entry]) -> dict[str, Figures]:
-    """Per kind of phase: medians of step time and processor time, beside the quiet phase before, and the worst of rest.
+    """Return per kind of phase the median step and processor time, also of the quiet phase before, and other maxima.
 
     Args:
         phases: In order; see `_phase`.
         ends_s: When the steps ended.
-        entries_s: When connections of the job's own began, and how long each took.
+        entries_s: Start and duration of the job's own connection attempts.
     """
     found: dict[str, dict[str, list[float]]] = {}
     before: dict[str, float] = {}
@@ -208,7 +208,7 @@ def _table(found: dict[str, Figures]) -> Table:
 def _measure(args: argparse.Namespace) -> Figures:
     cpus = sorted(os.sched_getaffinity(0))
     mine, theirs = (cpus, cpus) if args.share or len(cpus) < 2 else halves(cpus)
-    os.sched_setaffinity(0, theirs)  # This process looks at the job; the job's threads are bound by their command.
+    os.sched_setaffinity(0, theirs)  # This process only observes the job, whose command binds its threads.
     order = [name for kind in args.kinds.split(",") for name in (QUIET, f"{kind} elsewhere", QUIET, kind)]
     with tempfile.TemporaryDirectory(prefix="strangers-") as folder:
         job = _Job(Path(folder), args, mine)
@@ -222,7 +222,7 @@ def _measure(args: argparse.Namespace) -> Figures:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; exit status 1 where a crowd costs more than it may, or a job failed."""
+    """Measure; exit status 1 if a crowd costs more than allowed, or a job failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strangers", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2, help="of the job (%(default)s)")
     parser.add_argument("--mode", default="partial(2)", help="of its optimizer; `ps(...)` has sockets of servers too")

@@ -1,4 +1,4 @@
-"""How long a switch of mode holds the training thread up, in steps, between any two modes that were used before."""
+"""How long a switch of mode blocks the training thread, in steps, between any two modes that were used before."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from benchmarks.lab.report import progress_view
 __all__ = ["holdups", "main", "walk"]
 
 MODES = "sync;partial(3);subgroup(0,1,2);grouped(2);ps(3);ps(1);local(4)"
-SKIPPED_STEPS = 3  # After a switch, before a step counts as usual.
-AROUND_STEPS = 4  # A hand-over reaches into the steps before and after the one in which the mode's name changes.
+SKIPPED_STEPS = 3  # After a switch, before a step counts as normal.
+AROUND_STEPS = 4  # A hand-over affects steps before and after the one in which the mode's name changes.
 ALLOWANCE_S = 240.0
 
 
 def walk(modes: Sequence[str]) -> list[str]:
-    """A closed walk over all modes in which every ordered pair occurs once, after every mode was visited once.
+    """Return a closed walk over all modes with every ordered pair once, preceded by one visit of every mode.
 
     Raises:
-        ValueError: Fewer than two modes, or one twice.
+        ValueError: Fewer than two modes, or a duplicate.
     """
     if len(modes) < 2 or len(set(modes)) != len(modes):
         raise ValueError(f"modes are {list(modes)}; expected at least two different ones")
     left = {mode: [other for other in modes if other != mode] for mode in modes}
     path, circuit = [modes[0]], []
-    while path:  # Hierholzer's: the complete directed graph has an Euler circuit.
+    while path:  # Hierholzer's algorithm: the complete directed graph has an Euler circuit.
         if left[path[-1]]:
             path.append(left[path[-1]].pop())
         else:
@@ -47,11 +47,11 @@ def walk(modes: Sequence[str]) -> list[str]:
 
 
 def holdups(steps: Sequence[tuple[str, float]], warm_after: int) -> dict[tuple[str, str], list[float]]:
-    """What switches cost beyond usual steps, in usual steps, per (from, to).
+    """Return the time of switches in excess of normal steps, in normal steps, per (from, to).
 
     Args:
         steps: (mode at the end of the step, seconds) of one rank.
-        warm_after: Switches not counted: modes are made ready for the first time.
+        warm_after: Number of first switches not counted, since they prepare modes for the first time.
     """
     changes = [i for i in range(1, len(steps)) if steps[i][0] != steps[i - 1][0]]
     found: dict[tuple[str, str], list[float]] = {}
@@ -71,11 +71,11 @@ def holdups(steps: Sequence[tuple[str, float]], warm_after: int) -> dict[tuple[s
 
 
 def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Run the job and work out its figures.
+    """Run the job and compute its figures.
 
     Raises:
         JobFailed: The job died, hung or took too long.
-        ValueError: Modes that make no walk.
+        ValueError: The modes do not form a walk.
     """
     modes = args.modes.split(";")
     path = walk(modes)
@@ -107,7 +107,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """A matrix: from the row's mode to the column's."""
+    """Return a matrix: from the row's mode to the column's."""
     made = Table("from \\ to", *summary["modes"], title="Steps a switch holds training up (medians)")
     for one in summary["modes"]:
         cells = [summary["pairs"].get(f"{one} -> {other}") for other in summary["modes"]]

@@ -1,7 +1,7 @@
 """Slowdown traces: the file format, its reader, and a small synthetic generator.
 
 A trace has one row per global step and one column per rank; a value is the factor by which that rank is
-slower than normal in that step (1.0 is normal). Past its last row it starts again. Two spellings:
+slower than normal in that step (1.0 is normal). After its last row it repeats. Two formats:
 
     CSV    first line `rank0,rank1,...`, then one line per step
     JSON   {"slowdown": [[1.0, 1.0, 4.0], [1.0, 2.5, 1.0], ...]}
@@ -24,7 +24,7 @@ LARGEST_SLOWDOWN = 1000.0
 
 
 class TraceError(ValueError):
-    """A trace file that cannot be used; the message names the file, the line and what was expected."""
+    """A trace file is unusable; the message names the file, the line and what was expected."""
 
 
 def read_trace(path: Path) -> list[list[float]]:
@@ -34,7 +34,7 @@ def read_trace(path: Path) -> list[list[float]]:
         Slowdown factors, shape (n_steps, n_ranks).
 
     Raises:
-        TraceError: Missing, unreadable, ragged, empty, or with values that are no slowdowns.
+        TraceError: Missing, unreadable, ragged, empty, or with values that are not slowdown factors.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def read_trace(path: Path) -> list[list[float]]:
     if path.suffix.lower() == ".json":
         rows, first_line = _json_rows(path, text), 0
     else:
-        rows, first_line = _csv_rows(path, text), 2  # the header is line 1
+        rows, first_line = _csv_rows(path, text), 2  # Line 1 is the header.
     if not rows:
         raise TraceError(f"the trace {path} has no steps; expected one row per global step")
     return [_checked(path, first_line + index, row, len(rows[0])) for index, row in enumerate(rows)]
@@ -88,7 +88,7 @@ def _checked(path: Path, line: int, row: Sequence[object], columns: int) -> list
 
 
 def write_trace(path: Path, rows: Sequence[Sequence[float]]) -> None:
-    """Write a trace, as JSON or CSV by the suffix of `path`."""
+    """Write a trace as JSON or CSV, by the suffix of `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix.lower() == ".json":
         path.write_text(json.dumps({"slowdown": rows}) + "\n", encoding="utf-8")
@@ -101,7 +101,7 @@ def write_trace(path: Path, rows: Sequence[Sequence[float]]) -> None:
 def synthetic_trace(
     ranks: int, steps: int, seed: int, share: float = 0.15, mean_run_steps: float = 3.4
 ) -> list[list[float]]:
-    """Contention that comes, stays a few steps and moves on.
+    """Return a trace of contention episodes that last a few steps and move between ranks.
 
     Each rank alternates between normal and slow; slow runs have a geometric length and one factor between 1.5
     and 6 each, normal steps jitter by 2 %.
@@ -109,8 +109,8 @@ def synthetic_trace(
     Args:
         ranks: Number of columns.
         steps: Number of rows.
-        seed: Of the random numbers.
-        share: Part of the steps in which a rank is slow.
+        seed: Random seed.
+        share: Share of the steps in which a rank is slow.
         mean_run_steps: Mean length of a slow run.
     """
     if not (ranks >= 1 and steps >= 1 and 0.0 <= share < 1.0 and mean_run_steps >= 1.0):
@@ -121,7 +121,7 @@ def synthetic_trace(
     draw = random.Random(seed)
     leave = 1.0 / mean_run_steps
     enter = min(1.0, leave * share / (1.0 - share))
-    factors = [0.0] * ranks  # 0.0: not in a slow run
+    factors = [0.0] * ranks  # 0.0: not in a slow run.
     rows = []
     for _ in range(steps):
         for rank in range(ranks):

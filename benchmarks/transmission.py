@@ -1,19 +1,19 @@
-"""What scheduling of the communication saves on slow links: steps under Horovod and under star_hvd, cell by cell.
+"""What communication scheduling saves on slow links: step times of Horovod and star_hvd, cell by cell.
 
 Every rank is a host of its own, or `--each` ranks share one, behind a link of a given rate (network namespaces, `tc`).
-Device time is spent layer by layer, so that the gradients of the last layers travel while the first layers still work;
-it is a given part of the time that the gradients need on the link at least. A cell is a size of the network, a rate, a
-part and a mode; each of its variants is one job, and all of a cell run one right after the other. `ratio` is the step
-time over that of plain Horovod, `exposed_comm_s` the step time less the device time, `bound` what no lossless schedule
-of `sync` is below (`bound_s`), over the step time of plain Horovod: a `ratio` is to be read against it.
+Device time is spent layer by layer, so that gradients of the last layers are sent while the first layers still compute;
+it is a given multiple of the least time that the gradients need on the link. A cell is a network size, a rate, such a
+multiple (`part`) and a mode. Each of its variants is one job; the jobs of a cell run one right after the other. `ratio`
+is the step time over that of plain Horovod, `exposed_comm_s` the step time minus the device time, and `bound` the lower
+bound of any lossless schedule of `sync` (`bound_s`) over the step time of plain Horovod: compare `ratio` with it.
 
-A step with servers is an update of the parameters, `own_step_s` the time between two pushes of one rank. `push_s` is
-the least time in which a gradient leaves its host for servers on all hosts; parameters come back as fast. Every link
-carries what its rank pushes as well as what its server answers. An update is decided when its last push is there, so a
-rank's push and its answer follow each other: `ps_cycle_s` is the least time of both with the computing around them.
-`ps_wire_s` is the least time whatever the order and the staleness: that of the bytes of an update's pushes and answers.
+A step with servers is an update of the parameters; `own_step_s` is the time between two pushes of one rank. `push_s` is
+the least time in which a gradient leaves its host for servers on all hosts; parameters come back equally fast. Every
+link carries both its rank's pushes and its server's answers. An update is decided when its last push has arrived, so a
+rank's push and its answer are sequential: `ps_cycle_s` is the least time of both including the computation around them.
+`ps_wire_s` is the least time for any order and staleness: that of the bytes of an update's pushes and answers.
 
-Without `--mbytes`, `--mbit`, `--parts` or `--modes` it measures the cells of `CELLS`, from which come all `figures`.
+Without `--mbytes`, `--mbit`, `--parts` and `--modes` it measures the cells of `CELLS`, the source of all `figures`.
 """
 
 from __future__ import annotations
@@ -61,32 +61,32 @@ CELLS = (
 _EXIT_FAILED = 1
 _STARTUP_S = 120.0
 
-Cell = dict[str, Any]  # One variant of one cell, as it is written to the file.
+Cell = dict[str, Any]  # One variant of one cell, as written to the file.
 
 
 def link_s(mbytes: float, mbit: float, hosts: int) -> float:
-    """Least time of an all-reduce: a host sends 2 (n - 1) / n times the bytes."""
+    """Return the least time of an all-reduce: a host sends 2 (n - 1) / n times the bytes."""
     return 2.0 * (hosts - 1) / hosts * mbytes * 8.0 / mbit
 
 
 def bound_s(comm_s: float, compute_s: float, layers: int) -> float:
-    """What no lossless schedule of `sync` is below, in steps one after the other.
+    """Return the lower bound of the step time of any lossless schedule of `sync`.
 
-    All bytes pass the link in every step. And the first layer's gradient is there when backward ends, needed when the
-    next forward pass begins: a step is at least the device time and the time of this layer's bytes.
+    All bytes pass the link in every step. The first layer's gradient is ready only at the end of backward and needed at
+    the start of the next forward pass, so a step takes at least the device time plus the time of this layer's bytes.
     """
     return max(comm_s, compute_s + comm_s / layers)
 
 
 def push_s(mbytes: float, mbit: float, hosts: int) -> float:
-    """Least time in which a rank's gradient leaves its host: a part stays at the server there."""
+    """Return the least time in which a rank's gradient leaves its host; the local server's part is not sent."""
     return link_s(mbytes, mbit, hosts) / 2.0
 
 
 def ps_cycle_s(compute_s: float, pushed_s: float) -> float:
-    """Least time from one update to the next: parameters come behind forward, gradients go behind backward.
+    """Return the least time between updates if parameters arrive behind forward and gradients leave behind backward.
 
-    Equally fast ranks are released together, and the one that is not in the update has its push in the next.
+    Equally fast ranks are released together, and a rank whose push misses the update is in the next one.
 
     Args:
         compute_s: Device time of a step.
@@ -96,13 +96,13 @@ def ps_cycle_s(compute_s: float, pushed_s: float) -> float:
 
 
 def ps_wire_s(mode: str, ranks: int, compute_s: float, pushed_s: float) -> float:
-    """Least time of an update in any order and at any staleness, with a server beside every rank.
+    """Return the least time of an update in any order and at any staleness, with a server beside every rank.
 
-    An update takes x pushes and the computing of x gradients, which all ranks share, and each push is answered: a link
+    An update takes x pushes and the computation of x gradients, shared by all ranks, and each push is answered: a link
     carries x / n of a push and as much of an answer, each way.
 
     Args:
-        mode: Of servers.
+        mode: A mode with servers.
         ranks: n.
         compute_s: Device time of a step.
         pushed_s: `push_s`.
@@ -113,7 +113,7 @@ def ps_wire_s(mode: str, ranks: int, compute_s: float, pushed_s: float) -> float
 
 
 def variants_of(mode: str, each: int = 1) -> list[str]:
-    """The variants that are measured in a mode with so many ranks on a host, Horovod's first."""
+    """Return the variants that exist for a mode with `each` ranks per host, Horovod's first."""
     possible = {name: v for name, v in VARIANTS.items() if each > 1 or not v.shares_hosts}
     family = mode.partition("(")[0]
     return [name for name, variant in possible.items() if variant.modes is None or family in variant.modes]
@@ -128,20 +128,20 @@ def measure(
     args: argparse.Namespace,
     report: Callable[[str], None],
 ) -> list[Cell]:
-    """One cell: all its variants.
+    """Measure all variants of one cell.
 
     Args:
         mbytes: Size of the network.
         mbit: Rate of the links.
         part: Device time over the least time of a reduction.
-        mode: Of star_hvd.
-        chosen: The variants, all that are of interest where empty.
-        args: The command line's.
+        mode: Mode of star_hvd.
+        chosen: The variants; if empty, all of interest.
+        args: The command line.
         report: Called with a line of text when a variant is done.
 
     Raises:
         JobFailed: A job died, hung or took too long.
-        NetworkError: No rated links can be had here.
+        NetworkError: Rate-limited links are unavailable here.
     """
     hosts = args.ranks // args.each
     comm_s = link_s(mbytes, mbit, hosts)
@@ -173,7 +173,7 @@ def measure(
 
 
 def _wanted(mode: str, part: float, chosen: Sequence[str], args: argparse.Namespace) -> list[str]:
-    """The variants of a cell that are measured; `overlap="auto"` where its outcome is in question."""
+    """Return the variants of a cell to measure; `overlap="auto"` only where its outcome is not obvious."""
     chosen = args.variants.split(",") if args.variants else chosen
     possible = variants_of(mode, args.each)
     if chosen:
@@ -205,22 +205,22 @@ def _run(network: Network, variant: str, job: Job, args: argparse.Namespace) -> 
 
 
 def figures(cells: Sequence[Cell]) -> dict[str, Any]:
-    """The figures of merit that these cells hold; those without a cell are left out.
+    """Return the figures of merit of these cells; those without a cell are left out.
 
     `sync_lossless`: the largest ratio of `sync` with overlap where communication is longer than compute.
     `sync_lossless_bound`: the bound of the same cell.
-    `hierarchical`: the largest ratio of `sync` with sums that go through the hosts.
-    `sync_auto`: the largest ratio of `sync` with `Compression.auto` there.
+    `hierarchical`: the largest ratio of `sync` with hierarchical reductions (inside the hosts first).
+    `sync_auto`: the largest ratio of `sync` with `Compression.auto` where communication is longer than compute.
     `sync_auto_fp16`: the largest of its step times over those of Horovod with fp16.
     `compute_bound`: the largest step time with `overlap="auto"` or `Compression.auto`, once decided, over that of
     star_hvd without it, where compute is at least as long as communication.
     `ps_bound`: the largest step time with servers under the default settings, over the longest of compute, push, pull.
-    `ps_background_bound`: the same with `Config(background=True)`, which is what `auto` takes where it pays.
-    `ps_least_bound`: the least that the order of push and pull allows in the cell of the latter.
-    `ps_wire_bound`: the least that the links allow there at any staleness.
+    `ps_background_bound`: the same with `Config(background=True)`, which `auto` uses where it pays.
+    `ps_least_bound`: the minimum given the order of push and pull, in the cell of `ps_background_bound`.
+    `ps_wire_bound`: the minimum given the links there, at any staleness.
     `ps_over_cycle`: the largest step time in the background over `ps_cycle_s`.
-    `ps_auto`: the least step time with `Compression.auto` over that without.
-    `local_exposed`: the largest part of the averagings' exposed time that is left in the background.
+    `ps_auto`: the smallest step time with `Compression.auto` over that without.
+    `local_exposed`: the largest share of the averagings' exposed time that remains in the background.
     """
     over_hosts = [c["ratio"] for c in cells if c["variant"] == "hierarchical" and c["ratio"] is not None]
     bound = [c for c in cells if c["part"] < 1.0 and c["ratio"] is not None]
@@ -262,12 +262,12 @@ def _ps_figures(cells: Sequence[Cell]) -> dict[str, Any]:
 
 
 def _over_longest(cell: Cell) -> float:
-    """Step time over the longest of computing, pushing and pulling, of which the last two are equal."""
+    """Return the step time over the longest of compute, push and pull; push and pull are equal."""
     return float(cell["step_s"] / max(cell["compute_s"], cell["push_s"]))
 
 
 def _local_figures(cells: Sequence[Cell]) -> dict[str, Any]:
-    """What is waited for is the time of a step beyond that of one in which nothing is: most of them."""
+    """Return `local_exposed`; exposed time is the mean step minus the median, as most steps of `local` do not wait."""
     found = []
     for cell in cells:
         before = [c for c in cells if c["variant"] == OURS and _is_same(c, cell)]
@@ -282,7 +282,7 @@ def _is_same(one: Cell, other: Cell) -> bool:
 
 
 def _same_cell(cell: Cell, cells: Sequence[Cell], variant: str) -> float:
-    """Step time of another variant in the same cell, NaN where it was not measured."""
+    """Return the step time of another variant in the same cell, NaN if it was not measured."""
     same = [c for c in cells if c["variant"] == variant and _is_same(c, cell)]
     return float(same[0]["step_s"]) if same else math.nan
 
@@ -300,7 +300,7 @@ def _table(cells: Sequence[Cell]) -> Table:
 
 
 def _cells(args: argparse.Namespace) -> list[tuple[float, float, float, str, tuple[str, ...]]]:
-    """The cells to measure: all of the given values, or `CELLS` where none are."""
+    """Return the cells to measure: all combinations of the given values, or `CELLS` if none are given."""
     if not (args.mbytes or args.mbit or args.parts or args.modes):
         return list(CELLS)
     given = (args.mbytes or "1,10", args.mbit or "50,200", args.parts or "0.8")
@@ -309,7 +309,7 @@ def _cells(args: argparse.Namespace) -> list[tuple[float, float, float, str, tup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; exit status 1 where a job failed."""
+    """Measure; exit status 1 if a job failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transmission", description=__doc__.splitlines()[0])
     parser.add_argument("--mbytes", help="sizes of the network, separated by commas; 1,10 where another is given")
     parser.add_argument("--mbit", help="rates of the links; 50,200")

@@ -34,15 +34,15 @@ from benchmarks.traces import TraceError
 
 __all__ = ["build_spec", "main", "make_parser", "measure", "versions"]
 
-OVERHEAD_ALLOWANCE_S = 0.15  # per step, for a loaded machine; only the deadline depends on it
+OVERHEAD_ALLOWANCE_S = 0.15  # Per step, on a loaded machine; used only for the deadline.
 SETUP_ALLOWANCE_S = 180.0
-BYTES_PER_S = 3e7  # Of gradients computed, reduced and applied on a loaded machine; likewise.
-TABLE_COLUMNS = 110  # where nobody says how wide a line is
-EXIT_FAILED, EXIT_USAGE, EXIT_SKIPPED = 1, 2, 77  # 77: what test harnesses take for "skipped"
+BYTES_PER_S = 3e7  # Of gradients computed, reduced and applied on a loaded machine; used only for the deadline.
+TABLE_COLUMNS = 110  # If the terminal width is unknown.
+EXIT_FAILED, EXIT_USAGE, EXIT_SKIPPED = 1, 2, 77  # Test harnesses treat 77 as "skipped".
 
 
 def measure(spec: RunSpec, target: float, console: Console, args: argparse.Namespace) -> dict[str, Any]:
-    """Run the job and work out its figures.
+    """Run the job and compute its figures.
 
     Raises:
         JobFailed: The job died, hung or took too long.
@@ -75,7 +75,7 @@ def measure(spec: RunSpec, target: float, console: Console, args: argparse.Names
 
 
 def _logging(args: argparse.Namespace, spec: RunSpec, target: float) -> dict[str, str]:
-    """What turns the run log on and tells it what the job is."""
+    """Return the environment that enables the run log and describes the job to it."""
     if not args.log_runs:
         return {}
     tags = f"lab={spec.scenario},dataset={spec.dataset},device_ms={1e3 * spec.device_s:g},epochs={spec.epochs}"
@@ -84,7 +84,7 @@ def _logging(args: argparse.Namespace, spec: RunSpec, target: float) -> dict[str
 
 @contextlib.contextmanager
 def _launcher(spec: RunSpec, run_dir: Path) -> Iterator[list[str]]:
-    """The command that runs the job: on this machine, or with every rank on a host of its own behind a rated link."""
+    """Give the command that runs the job: on this machine, or with every rank on its own host with a limited link."""
     if not spec.link_bits_per_s:
         yield horovodrun_command(spec.ranks, "benchmarks.lab.worker", str(run_dir))
         return
@@ -94,7 +94,7 @@ def _launcher(spec: RunSpec, run_dir: Path) -> Iterator[list[str]]:
 
 
 def _deadline_s(spec: RunSpec) -> float:
-    """Three times what the whole job should need if every step were as slow as the slowest."""
+    """Return three times the expected time of the whole job if every step were as slow as the slowest."""
     slowdown = max(map(max, spec.rows))
     slowest_s = spec.device_s * slowdown * (4 if spec.quota_cores else 1) + OVERHEAD_ALLOWANCE_S
     slowest_s += spec.input_s_per_sample * spec.batch_samples * slowdown + model_bytes(spec) / BYTES_PER_S
@@ -105,7 +105,7 @@ def _deadline_s(spec: RunSpec) -> float:
 
 
 def versions() -> dict[str, str]:
-    """Software the figures were made with."""
+    """Return the versions of the software behind the figures."""
     cores = str(len(os.sched_getaffinity(0)))
     found = {"python": platform.python_version(), "system": platform.platform(), "cores": cores}
     for name in ("torch", "horovod", "star-hvd", "numpy", "scikit-learn"):
@@ -117,7 +117,7 @@ def versions() -> dict[str, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure one scenario; exit status 77 where the scenario is impossible on this machine."""
+    """Measure one scenario; exit status 77 if the scenario is impossible on this machine."""
     args = make_parser().parse_args(argv)
     errors = Console(stderr=True, soft_wrap=True, highlight=False)
     console = Console()

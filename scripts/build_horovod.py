@@ -4,15 +4,15 @@
 Horovod's last release does not compile against torch >= 2.1, so pip alone cannot
 install it. This script fetches the source distribution through pip, checks its
 SHA-256, applies ``patches/*.patch``, builds a wheel and installs it into the
-environment of the interpreter that runs it. The wheel is cached under a key made
-of everything that it depends on; the installed version carries the key
-(``0.28.1+star.<key>``), so that a second call sees in an instant that nothing is
-to be done. Only the standard library is used.
+environment of the interpreter that runs it. The wheel is cached under a key
+computed from everything it depends on; the installed version contains the key
+(``0.28.1+star.<key>``), so a second call sees immediately that nothing is to be
+done. Only the standard library is used.
 
-A torch with CUDA needs a CUDA toolkit of its version here; without one this is an
-error, since Horovod's build would silently leave the GPUs out (STAR_CPU_ONLY=1 wants
-that). HOROVOD_GPU_OPERATIONS=NCCL links the NCCL that torch itself loads; without it
-GPU tensors are reduced on the host.
+A torch with CUDA needs a CUDA toolkit of its version; without one this is an
+error, since Horovod's build would silently omit GPU support (STAR_CPU_ONLY=1 asks
+for that). HOROVOD_GPU_OPERATIONS=NCCL links the NCCL that torch itself loads;
+without it GPU tensors are reduced on the host.
 
 Exit codes: 0 installed; 1 a step failed; 2 something must be installed first.
 """
@@ -47,11 +47,11 @@ VERSION = "0.28.1"
 SDIST = f"horovod-{VERSION}.tar.gz"
 SDIST_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 PATCH_DIR = Path(__file__).resolve().parent.parent / "patches"
-PATCH_LIST = "star_patches.json"  # inside the package horovod
+PATCH_LIST = "star_patches.json"  # Inside the package horovod.
 
-# Needed to build (setuptools 81 and later lack what Horovod's setup.py imports) or
-# by Horovod at run time: its wheel is installed with --no-deps, because resolving
-# its dependencies again could replace torch.
+# Needed to build (setuptools 81 and later lack what Horovod's setup.py imports) or by
+# Horovod at run time: its wheel is installed with --no-deps, because resolving its
+# dependencies again could replace torch.
 PREREQUISITES = ("setuptools<81", "wheel", "numpy", "cloudpickle", "cffi", "psutil", "pyyaml", "packaging")
 
 DEFAULT_ENV = {
@@ -66,11 +66,11 @@ BUILD_ENV = re.compile(
     r"HOROVOD_(WITH_|WITHOUT_|GPU|NCCL_(HOME|INCLUDE|LIB|LINK)|CUDA_HOME|ROCM_HOME|NVTX_INCLUDE"
     r"|BUILD_|CPU_OPERATIONS|ALLOW_MIXED_GPU_IMPL|MPICXX_SHOW|DEBUG)"
 )
-PROGRESS_EVERY_S = 10.0  # a person takes a longer silence for a hang
+PROGRESS_EVERY_S = 10.0  # Users take a longer silence for a hang.
 
 
 class BuildError(Exception):
-    """A step failed; the message says what was got, expected and what to do."""
+    """A step failed; the message says what was found, what was expected and what to do."""
 
     exit_code = 1
 
@@ -82,7 +82,7 @@ class MissingToolError(BuildError):
 
 
 def say(message: str) -> None:
-    """Print one progress line at once, also into a pipe."""
+    """Print one progress line and flush it, also into a pipe."""
     print(f"[horovod] {message}", flush=True)
 
 
@@ -90,9 +90,9 @@ def say(message: str) -> None:
 
 
 def build_env(environ: Mapping[str, str]) -> dict[str, str]:
-    """The HOROVOD_* variables that decide what is built, with our defaults.
+    """Return the HOROVOD_* variables that decide what is built, with our defaults.
 
-    A default yields to the opposite wish: HOROVOD_WITH_MPI=1 drops WITHOUT_MPI.
+    An opposite setting overrides a default: HOROVOD_WITH_MPI=1 drops WITHOUT_MPI.
     """
     wanted = {name: value for name, value in environ.items() if BUILD_ENV.match(name)}
     for name, value in DEFAULT_ENV.items():
@@ -106,7 +106,7 @@ def build_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def torch_version() -> tuple[str, str | None]:
-    """Version of the installed torch with its local tag, for example 2.13.0+cpu, and of its CUDA if it has it.
+    """Return torch's version with its local tag, for example 2.13.0+cpu, and its CUDA version or None.
 
     Read from the file, because importing torch takes seconds and the metadata of
     the CUDA wheels on package indexes lack the tag.
@@ -127,12 +127,12 @@ def torch_version() -> tuple[str, str | None]:
 
 
 def platform_name() -> str:
-    """Machine, system and C library: a wheel built here works where they are equal."""
+    """Return machine, system and C library: a wheel built here works where they are equal."""
     return f"{sysconfig.get_platform()}-{'-'.join(platform.libc_ver())}"
 
 
 def patches_digest(patches: Sequence[Path]) -> str:
-    """SHA-256 over the names and contents of the patches, in order."""
+    """Return the SHA-256 over the names and contents of the patches, in order."""
     digest = hashlib.sha256()
     for patch in patches:
         content = patch.read_bytes()
@@ -144,7 +144,7 @@ def patches_digest(patches: Sequence[Path]) -> str:
 def cache_key(
     torch: str, python: str, system: str, patches: str, env: Mapping[str, str], gpu: Mapping[str, str] | None = None
 ) -> str:
-    """Twelve hexadecimal digits that change with each ingredient of the wheel.
+    """Return twelve hexadecimal digits that change with each input of the build.
 
     Args:
         torch: Version of torch.
@@ -161,7 +161,7 @@ def cache_key(
 
 
 def installed_version() -> str | None:
-    """Version of the Horovod in this environment, None without one."""
+    """Return the version of Horovod in this environment, None without one."""
     try:
         return metadata.version("horovod")
     except metadata.PackageNotFoundError:
@@ -192,7 +192,7 @@ def check_tools(which: Callable[[str], str | None], python_header: Path, environ
 
 
 def cmake_version(cmake: str) -> tuple[int, int] | None:
-    """(major, minor) of a CMake program, None if it does not run."""
+    """Return (major, minor) of a CMake program, None if it does not run."""
     try:
         text = subprocess.run([cmake, "--version"], capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -202,9 +202,9 @@ def cmake_version(cmake: str) -> tuple[int, int] | None:
 
 
 def find_cmake(environ: Mapping[str, str]) -> str:
-    """A CMake from 3.13 to 3.x: the given one, one at hand, or pip's.
+    """Return a CMake from 3.13 to 3.x: the configured one, one found on this machine, or pip's.
 
-    CMake 4 refuses the old policies that Horovod's Eigen and Gloo ask for.
+    CMake 4 rejects the old policies that Horovod's Eigen and Gloo require.
     """
     in_venv = str(Path(sysconfig.get_path("scripts")) / "cmake")
     for cmake in (environ.get("HOROVOD_CMAKE"), in_venv, shutil.which("cmake")):
@@ -225,7 +225,7 @@ def pip(*arguments: str) -> None:
 
 
 def missing_prerequisites(version_of: Callable[[str], str] = metadata.version) -> list[str]:
-    """The prerequisites that are absent from this environment or too new."""
+    """Return the prerequisites that are absent from this environment or too new."""
     missing = []
     for requirement in PREREQUISITES:
         name, _, below = requirement.partition("<")
@@ -240,7 +240,7 @@ def missing_prerequisites(version_of: Callable[[str], str] = metadata.version) -
 
 
 def install_prerequisites() -> None:
-    """Install what Horovod needs to build and run, where it is not there yet."""
+    """Install what Horovod needs to build and run, unless it is already installed."""
     missing = missing_prerequisites()
     if missing:
         say(f"installing {' '.join(missing)}")
@@ -274,10 +274,10 @@ def check_digest(path: Path, expected: str) -> None:
 
 
 def fetch_sdist(cache: Path, work: Path, given: Path | None) -> Path:
-    """The checked source distribution: the given file, the cached one, or pip's download.
+    """Return the verified source distribution: the given file, the cached one, or pip's download.
 
-    pip runs the `setup.py` of what it downloads, for its metadata. With the hash in the requirement it refuses another
-    file than the released one before that.
+    pip runs the `setup.py` of a download to get its metadata. With the hash in the requirement, it rejects any file
+    other than the released one before that.
     """
     sdist = given or cache / "sdist" / SDIST
     if given is None and not sdist.is_file():
@@ -294,7 +294,7 @@ def fetch_sdist(cache: Path, work: Path, given: Path | None) -> Path:
 
 
 def last_step(log: Path) -> str:
-    """The last build step in the log (make's `[ 42%] ...` line), or its last line."""
+    """Return the last build step in the log (make's `[ 42%] ...` line), or its last line."""
     with log.open("rb") as handle:
         handle.seek(max(0, log.stat().st_size - 65536))
         lines = handle.read().decode("utf-8", "replace").splitlines()
@@ -303,7 +303,7 @@ def last_step(log: Path) -> str:
 
 
 def run_logged(command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str]) -> None:
-    """Run a long command into a log file, with a progress line every few seconds.
+    """Run a long command with its output in a log file, and print a progress line every few seconds.
 
     Raises BuildError with the last 30 lines and the path of the log if it fails.
     """
@@ -326,17 +326,17 @@ def run_logged(command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, s
 
 
 def build_facts(key: str, torch: str, gpu: gpu_build.GpuBuild | None) -> dict[str, str | None]:
-    """What the wheel was built for: torch, its CUDA, the toolkit, NCCL; None for what it is without."""
+    """Return what the wheel is built for: torch, its CUDA, the toolkit, NCCL; None for those not used."""
     versions = gpu.key() if gpu else {}
     nccl = gpu.nccl if gpu else None
     return {"key": key, "torch": torch, "cuda": versions.get("cuda"), "toolkit": versions.get("toolkit"), "nccl": nccl}
 
 
 def write_patch_list(source: Path, patches: Sequence[Path], facts: Mapping[str, str | None]) -> None:
-    """Have the wheel say which patches it was built with, and for what: horovod/star_patches.json.
+    """Record in the wheel which patches it was built with, and for what: horovod/star_patches.json.
 
-    ``{"horovod": "0.28.1", "build": {"key", "torch", ...}, "patches": [{"number", "name", "sha256"}, ...]}``;
-    `star-hvd doctor`, the choice of modes and the comparison of all ranks at the start of a job read it.
+    ``{"horovod": "0.28.1", "build": {"key", "torch", ...}, "patches": [{"number", "name", "sha256"}, ...]}``; read by
+    `star-hvd doctor`, the choice of modes and the comparison of all ranks at the start of a job.
     """
     entries = [
         {"number": patch.name[:4], "name": patch.stem[5:], "sha256": hashlib.sha256(patch.read_bytes()).hexdigest()}
@@ -350,7 +350,7 @@ def write_patch_list(source: Path, patches: Sequence[Path], facts: Mapping[str, 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A wheel to be built: the environment of its build, and what it is built for."""
+    """A wheel to be built: its build environment, and what it is built for."""
 
     key: str
     torch: str
@@ -359,7 +359,7 @@ class Job:
 
 
 def build_wheel(cache: Path, job: Job, given: Path | None) -> Path:
-    """Build a wheel into the cache, unless it is there. Returns its path."""
+    """Build a wheel into the cache unless it is already there; return its path."""
     key, home = job.key, cache / "wheels" / job.key
     for wheel in home.glob("horovod-*.whl"):
         say(f"using the cached wheel {wheel}")
@@ -369,7 +369,7 @@ def build_wheel(cache: Path, job: Job, given: Path | None) -> Path:
     install_prerequisites()
     cmake = find_cmake(os.environ)
     (cache / "tmp").mkdir(parents=True, exist_ok=True)
-    for killed in (cache / "tmp").glob(f"{key}-*"):  # we hold the lock: nobody builds there
+    for killed in (cache / "tmp").glob(f"{key}-*"):  # We hold the lock, so nobody else builds there.
         shutil.rmtree(killed, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=f"{key}-", dir=cache / "tmp") as folder:
         work = Path(folder)
@@ -382,7 +382,7 @@ def build_wheel(cache: Path, job: Job, given: Path | None) -> Path:
         write_patch_list(source, patches, build_facts(key, job.torch, job.gpu))
         jobs = os.environ.get("STAR_BUILD_JOBS") or str(len(os.sched_getaffinity(0)))
         say(f"applied {len(patches)} patches to {len(changed)} files; compiling, {jobs} at a time (minutes)")
-        # Horovod's setup.py starts make -j8 unless MAKEFLAGS is set.
+        # Horovod's setup.py runs make -j8 unless MAKEFLAGS is set.
         build = {**os.environ, **job.env, "MAKEFLAGS": f"-j{jobs}", "HOROVOD_CMAKE": cmake}
         build |= gpu_build.build_variables(job.gpu, work) if job.gpu else {}
         build["HOROVOD_LOCAL_VERSION"] = f"star.{key}"
@@ -396,7 +396,7 @@ def build_wheel(cache: Path, job: Job, given: Path | None) -> Path:
 
 
 def describe(torch: str, cuda: str | None, gpu: gpu_build.GpuBuild | None) -> str:
-    """What is built, in one line."""
+    """Return a one-line description of the build."""
     if gpu is None:
         return f"for torch {torch}, without GPUs" + (
             f": no GPU here, or {gpu_build.CPU_ONLY} is set" if cuda else ""
@@ -409,7 +409,7 @@ def describe(torch: str, cuda: str | None, gpu: gpu_build.GpuBuild | None) -> st
 
 
 def ensure_horovod(cache: Path, force: bool = False, given: Path | None = None) -> None:
-    """Make the patched Horovod for this torch the installed one."""
+    """Build the patched Horovod for this torch if needed, and install it."""
     env = build_env(os.environ)
     digest = patches_digest(sorted(PATCH_DIR.glob("*.patch")))
     python = str(sysconfig.get_config_var("SOABI") or sys.version)
@@ -434,7 +434,7 @@ def ensure_horovod(cache: Path, force: bool = False, given: Path | None = None) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; see the module's text for the exit codes."""
+    """Run the command line; see the module's docstring for the exit codes."""
     default = os.environ.get("STAR_CACHE_DIR") or str(Path.home() / ".cache" / "star-hvd")
     parser = argparse.ArgumentParser(description="Build and install the patched Horovod.")
     parser.add_argument("--cache-dir", type=Path, default=Path(default), help="wheels and logs (%(default)s)")

@@ -3,8 +3,8 @@
 #
 #   scripts/build_image.sh [--debootstrap] cpu|cuda [TAG] [-- OPTION...]
 #
-# --debootstrap   do not pull the base: make a plain Debian bookworm from Debian's
-#                 packages (needs root and debootstrap; where no registry is reached)
+# --debootstrap   do not pull the base image: make a plain Debian bookworm from Debian's
+#                 packages (for hosts without a registry; needs root and debootstrap)
 # TAG             name of the image (star-hvd:cpu or star-hvd:cuda)
 # OPTION...       passed to `buildah bud`: --build-arg, -v and so on. Examples:
 #     -- --build-arg TORCH_SPEC=torch==2.12.0
@@ -12,7 +12,7 @@
 #
 # Environment: BUILDAH_ISOLATION=chroot and STORAGE_DRIVER=vfs work inside containers;
 # DEBIAN_MIRROR is debootstrap's (http://deb.debian.org/debian).
-# apt-get install buildah debootstrap brings the tools.
+# Tools: apt-get install buildah debootstrap.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -53,7 +53,7 @@ make_base() {
     debootstrap --variant=minbase bookworm "$root" "${DEBIAN_MIRROR:-http://deb.debian.org/debian}" >"$root.log" ||
         { tail -n 20 "$root.log" >&2; exit 1; }
     rm -f "$root.log"
-    # The container runtime makes its own /dev; device nodes cannot be copied everywhere.
+    # The container runtime creates its own /dev, and some hosts cannot copy device nodes.
     rm -rf "$root"/dev/* "$root"/var/cache/apt/archives/*.deb "$root"/var/lib/apt/lists/*
     container=$(buildah from scratch)
     buildah copy --quiet "$container" "$root" / >/dev/null

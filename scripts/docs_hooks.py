@@ -1,4 +1,4 @@
-"""Hooks of `mkdocs build`: pages link to files of the repository that are not in the site."""
+"""Hooks of `mkdocs build` for pages that link to repository files outside the site."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ _OUTWARD = re.compile(r"\[([^\]]+)\]\(\.\./([^)\s]+)\)")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Name files outside `docs/` instead of linking them; `tests/tools/test_docs.py` sees to it that they exist."""
+    """Replace links to files outside `docs/` by their names; `tests/tools/test_docs.py` checks that they exist."""
     return _OUTWARD.sub(r"`\2`", markdown)

@@ -1,8 +1,8 @@
-"""What a Horovod for CUDA is built with: torch's CUDA, a toolkit, a compiler, and torch's own NCCL.
+"""The parts of a Horovod build for CUDA: torch's CUDA, a toolkit, a compiler, and torch's own NCCL.
 
-Horovod's build takes whatever it finds. Without a toolkit it makes, silently, a Horovod that fails at the first GPU
-tensor; without a hint it pairs the headers of one NCCL with the library of another. So the parts are looked up here,
-compared, and handed over by name. Only the standard library is used.
+Horovod's build uses whatever it finds. Without a toolkit it silently builds a Horovod that fails at the first GPU
+tensor; without a hint it combines the headers of one NCCL with the library of another. So the parts are looked up here,
+checked against each other, and passed explicitly. Only the standard library is used.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ CPU_ONLY = "STAR_CPU_ONLY"
 _TOOLKIT_NAMES = ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH")
 _GPU_OPERATIONS = "HOROVOD_GPU_"
 _NCCL_GIVEN = ("HOROVOD_NCCL_HOME", "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB", "HOROVOD_NCCL_LINK")
-# torch's headers ask for it.
+# Required by torch's headers.
 OLDEST_GCC = 9
 
 
 class UnfitError(Exception):
-    """The parts of a build do not fit or one is missing; the message is one line."""
+    """The parts of a build do not match, or one is missing; the message is one line."""
 
     exit_code = 2
 
 
 @dataclass(frozen=True)
 class GpuBuild:
-    """Versions that decide what a GPU build is like.
+    """Versions that determine a GPU build.
 
     Attributes:
         cuda: CUDA version of torch, for example 13.0.
         toolkit: Version of the CUDA toolkit, for example 13.0.88.
         home: Folder of the toolkit.
-        nccl: Version of NCCL; None where GPU tensors are reduced on the host.
-        nccl_folder: torch's own NCCL (`include`, `lib`); None where the user named another, or the system's is used.
+        nccl: Version of NCCL; None if GPU tensors are reduced on the host.
+        nccl_folder: torch's own NCCL (`include`, `lib`); None if the user named another, or the system's is used.
     """
 
     cuda: str
@@ -49,18 +49,18 @@ class GpuBuild:
     nccl_folder: Path | None = None
 
     def key(self) -> dict[str, str]:
-        """What belongs into the key of a wheel: versions, no paths."""
+        """Return the build's part of a wheel's key: versions, no paths."""
         return {name: str(value) for name, value in asdict(self).items() if name in ("cuda", "toolkit", "nccl")}
 
 
 def torch_cuda(version_py: str) -> str | None:
-    """CUDA version in the text of torch/version.py; None for a torch without CUDA."""
+    """Return the CUDA version in the text of torch/version.py; None for a torch without CUDA."""
     found = re.search(r"^cuda\s*(?::[^=\n]+)?=\s*['\"]([^'\"]+)", version_py, re.MULTILINE)
     return found.group(1) if found else None
 
 
 def wants(environ: Mapping[str, str], operations: str) -> bool:
-    """Whether a variable HOROVOD_GPU_OPERATIONS, HOROVOD_GPU_ALLREDUCE and so on asks for this."""
+    """Whether HOROVOD_GPU_OPERATIONS, HOROVOD_GPU_ALLREDUCE or a similar variable asks for `operations`."""
     return any(name.startswith(_GPU_OPERATIONS) and value == operations for name, value in environ.items())
 
 
@@ -77,18 +77,18 @@ def plan(
     *,
     gpu_here: bool,
 ) -> GpuBuild | None:
-    """What to build for GPUs with; None for a Horovod without GPUs.
+    """Return the parts of a GPU build; None for a Horovod without GPUs.
 
     Args:
         torch: Version of the installed torch.
         cuda: Its CUDA version, None without CUDA.
         environ: The user's environment.
         which: Finds a program on the PATH.
-        gpu_here: Whether this machine has a GPU. Where it has none, nobody asks for one and there is no toolkit, the
-            usual torch of PyPI, which is for CUDA, gets a Horovod without: `make demo` on a laptop has to work.
+        gpu_here: Whether this machine has a GPU. If it has none, no GPU support is requested and there is no toolkit,
+            PyPI's default torch, which is for CUDA, gets a Horovod without GPUs: `make demo` must work on a laptop.
 
     Raises:
-        UnfitError: A part is missing or does not fit the others.
+        UnfitError: A part is missing or does not match the others.
     """
     asked = sorted(name for name in environ if name.startswith(_GPU_OPERATIONS) and environ[name] in ("NCCL", "MPI"))
     cpu_only = environ.get(CPU_ONLY, "0") not in ("", "0")
@@ -149,13 +149,13 @@ def _no_toolkit(torch: str, cuda: str, environ: Mapping[str, str]) -> str:
 
 
 def find_toolkit(environ: Mapping[str, str], which: Callable[[str], str | None]) -> Path | None:
-    """Folder of a CUDA toolkit with a compiler and headers: the one that is named, or the one at hand."""
+    """Return the folder of a CUDA toolkit with a compiler and headers: the configured one, or one that was found."""
     for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME", "CUDA_PATH"):
         if environ.get(name):
             named = Path(environ[name])
             return named if is_toolkit(named) else None
     nvcc = which("nvcc")
-    # A launcher elsewhere on the PATH may run the compiler of /usr/local/cuda.
+    # A launcher elsewhere on the PATH may run the compiler in /usr/local/cuda.
     at_hand = [Path(nvcc).resolve().parents[1]] if nvcc else []
     return next((home for home in (*at_hand, Path("/usr/local/cuda")) if is_toolkit(home)), None)
 
@@ -165,7 +165,7 @@ def is_toolkit(home: Path) -> bool:
 
 
 def toolkit_version(home: Path) -> str:
-    """Version of a toolkit's compiler, for example 13.0.88.
+    """Return the version of a toolkit's compiler, for example 13.0.88.
 
     Raises:
         UnfitError: It does not run.
@@ -185,7 +185,7 @@ def toolkit_version(home: Path) -> str:
 
 
 def gcc_version(compiler: str) -> tuple[int, ...] | None:
-    """Version of a GCC; None for another compiler, or one that does not run."""
+    """Return the version of a GCC; None for another compiler, or one that does not run."""
     command = [*shlex.split(compiler), "-x", "c++", "-dM", "-E", "/dev/null"]
     try:
         text = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -198,7 +198,7 @@ def gcc_version(compiler: str) -> tuple[int, ...] | None:
 
 
 def newest_gcc(home: Path) -> int | None:
-    """The newest major version of GCC that a toolkit works with, by its own headers; None if they do not say."""
+    """Return the newest GCC major version that a toolkit's headers accept; None if they do not say."""
     config = home / "include" / "crt" / "host_config.h"
     if not config.is_file():
         return None
@@ -228,17 +228,17 @@ def check_gcc(version: tuple[int, ...] | None, gpu: GpuBuild | None) -> None:
 
 
 def torch_nccl(site: Path | None = None) -> Path | None:
-    """The NCCL package that torch loads: its folder with `include/nccl.h` and `lib/libnccl.so.2`; None without one."""
+    """Return the folder of the NCCL package that torch loads (`include/nccl.h`, `lib/libnccl.so.2`), or None."""
     folder = (site or Path(sysconfig.get_path("purelib"))) / "nvidia" / "nccl"
     complete = (folder / "include" / "nccl.h").is_file() and (folder / "lib" / "libnccl.so.2").is_file()
     return folder if complete else None
 
 
 def nccl_version(header: Path) -> str:
-    """Version in NCCL's header, for example 2.28.9.
+    """Return the version in NCCL's header, for example 2.28.9.
 
     Raises:
-        UnfitError: The header names none.
+        UnfitError: The header has none.
     """
     text = header.read_text(encoding="utf-8", errors="replace")
     parts = [re.search(rf"^#define NCCL_{name} (\d+)", text, re.MULTILINE) for name in ("MAJOR", "MINOR", "PATCH")]
@@ -256,9 +256,9 @@ def _given_header(environ: Mapping[str, str], home: Path) -> Path | None:
 
 
 def nccl_home(gpu: GpuBuild, work: Path) -> Path:
-    """A folder that a linker can use: the package has no `libnccl.so`, only `libnccl.so.2`.
+    """Make a folder that a linker can use: the package has no `libnccl.so`, only `libnccl.so.2`.
 
-    Horovod then asks for `libnccl.so.2`, which torch has loaded before it.
+    The linked Horovod then needs `libnccl.so.2`, which torch has already loaded.
     """
     assert gpu.nccl_folder is not None
     home = work / "nccl"
@@ -269,7 +269,7 @@ def nccl_home(gpu: GpuBuild, work: Path) -> Path:
 
 
 def build_variables(gpu: GpuBuild, work: Path) -> dict[str, str]:
-    """The environment that makes Horovod's build take exactly these parts."""
+    """Return the environment that makes Horovod's build use exactly these parts."""
     home = str(gpu.home)
     variables = {"HOROVOD_CUDA_HOME": home, "CUDA_HOME": home, "CUDAToolkit_ROOT": home}
     if gpu.nccl_folder is not None:

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Write or check `requirements.lock`: what `make setup` installs, each archive with its SHA-256.
 
-    python scripts/lock.py write     resolve anew with pip, and write the file
+    python scripts/lock.py write     resolve with pip and write the file
     python scripts/lock.py fits      whether it is for this interpreter and machine (exit status 0 or 1, and why)
 
-pip resolves, with its own configuration, what pyproject.toml and the build of Horovod ask for, and reports the hash of
-every archive. torch itself is not in the file: which build of it is wanted, and from which index, is the user's choice
-(TORCH_SPEC, TORCH_INDEX_URL); what it depends on is, as far as it is not CUDA. Hashes are those of one platform's
-archives, which the first line names; setup.sh installs without the file elsewhere, and says so.
+pip, with its own configuration, resolves the requirements of pyproject.toml and of Horovod's build, and reports the
+hash of every archive. torch itself is not in the file: the user chooses its build and index (TORCH_SPEC,
+TORCH_INDEX_URL). Its dependencies are in the file, except those for CUDA. Hashes are those of one platform's archives,
+which the first line names; on other platforms setup.sh installs without the file, and says so.
 
 Only the standard library is used.
 """
@@ -37,12 +37,12 @@ LEFT_OUT = re.compile(r"torch|triton|nvidia-.*|cuda-.*|star-hvd|horovod")
 
 
 def platform() -> str:
-    """Of this interpreter, as the first line of the file has it."""
+    """Return this interpreter's platform in the form of the file's first line."""
     return f"cpython {sys.version_info[0]}.{sys.version_info[1]} {sysconfig.get_platform()}"
 
 
 def wanted(pyproject: str) -> list[str]:
-    """What the project asks for, by the text of its pyproject.toml: dependencies, and those of `EXTRAS`."""
+    """Return the requirements in the text of pyproject.toml: dependencies, and those of `EXTRAS`."""
     found: list[str] = []
     for name in ("dependencies", *EXTRAS):
         lists = re.findall(rf"^{name} = \[(.*?)\]$", pyproject, flags=re.MULTILINE | re.DOTALL)
@@ -57,7 +57,7 @@ def _name(requirement: str) -> str:
 
 
 def lines(report: Mapping[str, Any]) -> list[str]:
-    """The file's lines, from pip's report on an installation."""
+    """Return the file's lines, from pip's installation report."""
     found = []
     for item in report["install"]:
         name, version = str(item["metadata"]["name"]).lower().replace("_", "-"), item["metadata"]["version"]
@@ -71,7 +71,7 @@ def lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def write(torch: str) -> None:
-    """Resolve and write the file."""
+    """Resolve with pip and write the file."""
     requirements = [*TOOLS, torch, *wanted((ROOT / "pyproject.toml").read_text(encoding="utf-8"))]
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
@@ -84,7 +84,7 @@ def write(torch: str) -> None:
 
 
 def fits(lock: Path, here: str) -> str | None:
-    """Why a file is not to be used here; None where it is."""
+    """Return why a file cannot be used here, or None if it can."""
     if not lock.is_file():
         return f"there is no {lock.name}"
     made_for = lock.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
@@ -92,7 +92,7 @@ def fits(lock: Path, here: str) -> str | None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Command line; see the module's text."""
+    """Run the command line; see the module's docstring."""
     if list(arguments[:1]) == ["write"]:
         write(arguments[1] if len(arguments) > 1 else "torch==2.13.0")
         return 0

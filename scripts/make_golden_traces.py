@@ -1,12 +1,12 @@
-"""Writes `tests/golden/traces.json`: round times of eight made-up workers, for the tests that read recorded traces.
+"""Writes `tests/golden/traces.json`: round times of eight synthetic workers, for the tests that read recorded traces.
 
-The file has the form that `benchmarks.forecast.read_matrices` reads. Nothing in it was measured; what recorded traces
-of jobs that nobody disturbed are known to look like is drawn with a fixed seed:
+The file has the form that `benchmarks.forecast.read_matrices` reads. Nothing in it was measured; it is drawn with a
+fixed seed to resemble recorded traces of undisturbed jobs:
 
-    jitter     nobody is disturbed: compute times scatter by 2 % to 14 %, by worker, with rare single steps that take
-               up to twice as long; the network costs little, and some links always a little more
-    bursts     the same computation; now and then a worker's link is much slower for a few rounds, later another's
-    rotating   the network costs as much as the computation; most of the time one worker's link is slow for a few
+    jitter     no disturbance: compute times scatter by 2 % to 14 %, by worker, with rare single steps that take
+               up to twice as long; the network takes little time, on some links always slightly more
+    bursts     the same computation; occasionally a worker's link is much slower for a few rounds, later another's
+    rotating   the network takes as long as the computation; most of the time one worker's link is slow for a few
                rounds, then another's, and at times all links are
 
     python scripts/make_golden_traces.py [FILE]
@@ -31,23 +31,23 @@ ROUNDS = 260
 
 
 def link_ms(draw: np.random.Generator, usual_ms: float, spread: float) -> Array:
-    """What each worker's link usually takes: some are always a little longer, shape (n_workers,)."""
+    """Return each worker's mean link time, always slightly longer for some, shape (n_workers,)."""
     return np.asarray(usual_ms * np.exp(spread * draw.normal(size=WORKERS)))
 
 
 def scattered(draw: np.random.Generator, means_ms: float | Array, spreads: Array) -> Array:
-    """Times around a mean, with a spread per worker that is a share of it, shape (n_rounds, n_workers)."""
+    """Return times around a mean, with a relative spread per worker, shape (n_rounds, n_workers)."""
     return means_ms * np.exp(spreads * draw.normal(size=(ROUNDS, WORKERS)))
 
 
 def add_hiccups(draw: np.random.Generator, times_ms: Array, share: float) -> None:
-    """Make single times longer by up to their own length, in place: a page fault, another process for a moment."""
+    """Lengthen single times by up to their own length, in place, as by a page fault or another process."""
     hit = draw.random(times_ms.shape) < share
     times_ms[hit] *= draw.uniform(1.2, 2.0, size=int(hit.sum()))
 
 
 def rotating(draw: np.random.Generator, calm_rounds: float, lasts: tuple[int, int], slow: tuple[float, float]) -> Array:
-    """Factors of one link at a time: slow for a few rounds, after a pause another one, shape (n_rounds, n_workers)."""
+    """Return factors that slow one link at a time for a few rounds, with pauses, shape (n_rounds, n_workers)."""
     factors = np.ones((ROUNDS, WORKERS))
     at, worker = 0, int(draw.integers(WORKERS))
     while at < ROUNDS:
@@ -60,7 +60,7 @@ def rotating(draw: np.random.Generator, calm_rounds: float, lasts: tuple[int, in
 
 
 def contended(draw: np.random.Generator, episodes: int, lasts: tuple[int, int], slow: tuple[float, float]) -> Array:
-    """Factors of all links alike, in so many episodes, shape (n_rounds, 1)."""
+    """Return factors that slow all links equally in `episodes` episodes, shape (n_rounds, 1)."""
     factors = np.ones((ROUNDS, 1))
     for begin in draw.choice(ROUNDS, size=episodes, replace=False):
         factors[begin : begin + int(draw.integers(lasts[0], lasts[1] + 1))] = draw.uniform(*slow)
@@ -68,7 +68,7 @@ def contended(draw: np.random.Generator, episodes: int, lasts: tuple[int, int], 
 
 
 def trace(compute_ms: Array, in_ms: Array, out_ms: Array) -> dict[str, Any]:
-    """One trace in the form of the recorded ones: the way out of a round is written down one round late."""
+    """Return one trace in the form of the recorded ones, where a round's return transfer is logged one round late."""
     late_ms = np.vstack([np.zeros((1, WORKERS)), out_ms[:-1]])
     return {
         "ssgd": {"in_ms": in_ms.round(1).tolist(), "prev_out_ms": late_ms.round(1).tolist()},
@@ -100,13 +100,13 @@ def rotating_links(draw: np.random.Generator) -> dict[str, Any]:
 
 
 def document() -> dict[str, Any]:
-    """All traces; the same each time."""
+    """Return all traces; deterministic."""
     draw = np.random.default_rng(SEED)
     return {"jitter": jitter(draw), "bursts": bursts(draw), "rotating": rotating_links(draw)}
 
 
 def text() -> str:
-    """What the file contains."""
+    """Return the contents of the file."""
     return json.dumps(document(), separators=(",", ":")) + "\n"
 
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Write the tables of docs/protocols.md, of messages and of a rank's switches, from the code, or check them.
+"""Write or check the tables of docs/protocols.md (messages, and a rank's switches), generated from the code.
 
     python scripts/protocol_tables.py            write them
-    python scripts/protocol_tables.py --check    exit status 1 where the page is out of date
+    python scripts/protocol_tables.py --check    exit status 1 if the page is out of date
 
-Kind, fields and meaning of a control message are those of its dataclass and docstring; who sends and who takes it is
-read off the modules that make it and those that distinguish it (`case`, `isinstance`, a table `_HANDLERS`). The sources
-are parsed, not imported: only the standard library is needed.
+Kind, fields and meaning of a control message come from its dataclass and docstring; senders and receivers are the
+modules that construct it and those that distinguish it (`case`, `isinstance`, a table `_HANDLERS`). The sources are
+parsed, not imported: only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SERVER: dict[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Control:
-    """One control message, as its class says it."""
+    """One control message, as defined by its class."""
 
     name: str
     kind: str
@@ -61,7 +61,7 @@ class Control:
 
 
 def control_messages(root: Path) -> list[Control]:
-    """All classes with the decorator `message_kind`, in the order of the files and of the classes in them."""
+    """Return all classes with the decorator `message_kind`, in the order of the files and of the classes in them."""
     found = []
     for path in sorted((root / MESSAGES).glob("*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -71,7 +71,7 @@ def control_messages(root: Path) -> list[Control]:
 
 
 def _record_fields(root: Path, record: str) -> list[str]:
-    """Names of the fields of a record that messages hold."""
+    """Return the field names of a record that messages contain."""
     tree = ast.parse((root / RECORDS[record]).read_text(encoding="utf-8"))
     node = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == record)
     return [ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)]
@@ -96,7 +96,7 @@ def _control(node: ast.ClassDef, file: str, root: Path) -> Control:
 
 
 def uses(root: Path, names: set[str]) -> tuple[dict[str, set[str]], dict[str, set[str]]]:
-    """Per message, the modules that make one and those that distinguish it."""
+    """Return, per message, the modules that construct it and those that distinguish it."""
     makers: dict[str, set[str]] = {name: set() for name in names}
     takers: dict[str, set[str]] = {name: set() for name in names}
     for path in sorted((root / PACKAGE).rglob("*.py")):
@@ -133,7 +133,7 @@ def _distinguished(node: ast.AST, tree: ast.Module, imported: Mapping[str, str],
 
 
 def _named(node: ast.expr, imported: Mapping[str, str], names: set[str]) -> Iterator[str]:
-    """The message that an expression names: `Arrive`, or `messages.Arrive` of an imported module."""
+    """Yield the message that an expression names: `Arrive`, or `messages.Arrive` of an imported module."""
     if isinstance(node, ast.Name):
         found = imported.get(node.id, "")
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in imported:
@@ -149,7 +149,7 @@ def _modules(files: set[str]) -> str:
 
 
 def _way(makers: set[str], takers: set[str]) -> str:
-    """Up is to the coordinator, down is to the ranks; what both take is passed on by the coordinator."""
+    """Return the direction: up is to the coordinator, down to the ranks; `up, down` is forwarded by the coordinator."""
     decided = {file for file in makers if file.startswith("coordinator/")}
     up = bool(makers - decided) and any(file.startswith("coordinator/") for file in takers)
     down = bool(decided) or DISPATCHER in takers
@@ -157,7 +157,7 @@ def _way(makers: set[str], takers: set[str]) -> str:
 
 
 def control_table(root: Path) -> list[str]:
-    """The table of control messages."""
+    """Return the table of control messages."""
     messages = control_messages(root)
     makers, takers = uses(root, {each.name for each in messages})
     lines = ["| kind | class | way | made in | acted on in | fields | meaning |", "|---|---|---|---|---|---|---|"]
@@ -171,7 +171,7 @@ def control_table(root: Path) -> list[str]:
 
 
 def server_table(root: Path) -> list[str]:
-    """The table of messages between workers and servers."""
+    """Return the table of messages between workers and servers."""
     tree = ast.parse((root / WIRE).read_text(encoding="utf-8"))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Kind")
     kinds = {ast.unparse(a.targets[0]): ast.literal_eval(a.value) for a in body if isinstance(a, ast.Assign)}
@@ -182,7 +182,7 @@ def server_table(root: Path) -> list[str]:
 
 
 def state_table(root: Path) -> list[str]:
-    """The states of a plan on a rank."""
+    """Return the table of a plan's states on a rank."""
     tree = ast.parse((root / SWITCH).read_text(encoding="utf-8"))
     body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "PlanState")
     found = [(ast.unparse(a.targets[0]), ast.literal_eval(a.value)) for a in body if isinstance(a, ast.Assign)]
@@ -190,7 +190,7 @@ def state_table(root: Path) -> list[str]:
 
 
 def transition_table(root: Path) -> list[str]:
-    """The transitions of the state machine of a rank's switches."""
+    """Return the transition table of the state machine of a rank's switches."""
     tree = ast.parse((root / SWITCH).read_text(encoding="utf-8"))
     rows = next(
         node.value.elts
@@ -210,12 +210,12 @@ def transition_table(root: Path) -> list[str]:
 
 
 def _members(node: ast.expr) -> list[str]:
-    """The names in a tuple: `A` of `(S.A,)`."""
+    """Return the names in a tuple: `A` of `(S.A,)`."""
     return [ast.unparse(each).removeprefix("S.") for each in node.elts] if isinstance(node, ast.Tuple) else []
 
 
 def updated(page: str, root: Path) -> str:
-    """The page with the tables of the code as it is."""
+    """Return the page with its tables generated from the current code."""
     tables = {
         "control": control_table(root), "server": server_table(root), "states": state_table(root),
         "transitions": transition_table(root),
@@ -231,7 +231,7 @@ def updated(page: str, root: Path) -> str:
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
-    """Write or check the page; the exit status."""
+    """Write or check the page; return the exit status."""
     parser = argparse.ArgumentParser(description="the tables of docs/protocols.md")
     parser.add_argument("--check", action="store_true", help="do not write; exit status 1 where it is out of date")
     check = parser.parse_args(arguments).check

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Make the environment of this checkout: a virtual environment, torch, the project
-# and the patched Horovod. Called by `make setup`; every step is repeatable.
+# Set up this checkout: a virtual environment, torch, the project and the patched
+# Horovod. Called by `make setup`; every step is repeatable.
 #
 #   PYTHON           interpreter to start from (python3)
 #   VENV             folder of the environment (.venv)
@@ -22,7 +22,7 @@ fail() {
     exit 2
 }
 
-# attempt WHAT COMMAND...: run quietly, with a sign of life every ten seconds.
+# attempt WHAT COMMAND...: run quietly, with a progress line every ten seconds.
 attempt() {
     local what=$1 start=$SECONDS shown=0
     shift
@@ -45,7 +45,7 @@ failed() {
     exit 1
 }
 
-# step WHAT COMMAND...: the same; on failure show the end of the log and end.
+# step WHAT COMMAND...: the same; on failure show the end of the log and exit.
 step() {
     attempt "$@" || failed "$1"
 }
@@ -63,9 +63,9 @@ if ! "$python" -m pip --version >/dev/null 2>&1; then
 fi
 
 pip_install=("$python" -m pip --disable-pip-version-check install)
-# Everything but torch with the hashes of requirements.lock, where that is for this
-# Python and machine. An archive with another hash ends the setup; an index that lacks
-# one does not.
+# Install everything but torch with the hashes of requirements.lock, if that is for this
+# Python and machine. A wrong hash ends the setup; an archive missing on the index does
+# not.
 install_locked() {
     local reason what="installing what requirements.lock has, hashes checked"
     if [ "$EXTRAS" != dev,train,bench ]; then
@@ -81,8 +81,7 @@ install_locked() {
 
 locked=no
 ! install_locked || locked=yes
-# torch before the project: everything after it must find it installed, or pip would
-# choose the newest one.
+# torch before the project: if it were not installed yet, pip would choose the newest one.
 step "installing $TORCH_SPEC" "${pip_install[@]}" "$TORCH_SPEC" ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
 # Horovod's build and the editable install both use the environment's setuptools.
 if [ "$locked" = yes ]; then

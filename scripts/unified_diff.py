@@ -1,7 +1,6 @@
 """Apply unified diffs in pure Python: all of them or none.
 
-The build of Horovod needs no more than this, and slim images have neither `patch`
-nor `git`.
+The build of Horovod needs only this, and slim images have neither `patch` nor `git`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from pathlib import Path
 
 
 class PatchError(Exception):
-    """A patch is damaged or does not apply; nothing was changed."""
+    """A patch is malformed or does not apply; nothing was changed."""
 
 
 def apply_hunk(lines: list[str], hunk: list[str], start: int, shift: int, where: str) -> int:
@@ -20,9 +19,9 @@ def apply_hunk(lines: list[str], hunk: list[str], start: int, shift: int, where:
 
     Args:
         start: index where the hunk says its old lines begin.
-        shift: by how many lines earlier hunks were displaced.
+        shift: offset in lines caused by earlier hunks.
 
-    Returns: by how many lines whatever follows the hunk is displaced.
+    Returns: the offset in lines for everything after the hunk.
     Raises PatchError if the old lines are not found.
     """
     old = [line[1:] for line in hunk if line[0] in " -"]
@@ -57,7 +56,7 @@ def parse_patch(text: str) -> Iterator[tuple[str, int, list[str]]]:
         old_left, new_left = (int(count or 1) for count in (header[2], header[3]))
         hunk: list[str] = []
         while old_left > 0 or new_left > 0:
-            # Some editors strip the blank that stands for an empty context line.
+            # Some editors strip the space that represents an empty context line.
             body = next(lines, "").replace("\r\n", "\n") or "?"
             body = " \n" if body == "\n" else body
             if body[0] not in " +-":

@@ -1,1 +1,1 @@
-"""Every figure of the documents, of one version: which there are, how each is measured, and how it is written down."""
+"""Every figure of the documents, for one version: the catalogue, the measurements, and how they are written down."""

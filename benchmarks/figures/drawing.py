@@ -1,4 +1,4 @@
-"""One picture of all trainings: time to accuracy over the bound, per row and variant."""
+"""A plot of all trainings: time to accuracy over the bound, per row and variant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DPI = 150
 
 
 def draw(document: Mapping[str, Any], path: Path) -> bool:
-    """Draw `bound_ratio` of every measured training; whether there is any."""
+    """Draw `bound_ratio` of every measured training; return whether there was any."""
     bars = [
         (name, variant, one["bound_ratio"])
         for name, entry in document["rows"].items()

@@ -1,4 +1,4 @@
-"""Measures rows one after another, and keeps what is measured of the present version."""
+"""Measures the rows one after another and stores the results per version."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
 
 
 class Ledger:
-    """The figures of one version, on disk after every row.
+    """The figures of one version, saved to disk after every row.
 
     Args:
-        folder: Of this version; results and logs of rows are in it, and `figures.json`.
-        version: Of the code.
+        folder: Folder of this version, with results and logs of the rows and `figures.json`.
+        version: Version of the code.
         quick: Whether rows are measured in their short form; such figures mean nothing.
     """
 
@@ -53,32 +53,32 @@ class Ledger:
 
     @property
     def rows(self) -> dict[str, dict[str, Any]]:
-        """What is known of every row, by name."""
+        """Return the entry of every row, by name."""
         rows: dict[str, dict[str, Any]] = self.document["rows"]
         return rows
 
     def has(self, name: str) -> bool:
-        """Whether a row is measured."""
+        """Return whether a row was measured."""
         return self.rows.get(name, {}).get("state") == MEASURED
 
     def put(self, name: str, entry: dict[str, Any]) -> None:
-        """Record what came of a row."""
+        """Record a row's entry."""
         self.rows[name] = entry
         self.document["date"] = datetime.now(UTC).date().isoformat()
         write_json(self.path, self.document)
 
     def forget(self, name: str) -> None:
-        """Take a row back."""
+        """Delete a row's entry."""
         self.rows.pop(name, None)
         write_json(self.path, self.document)
 
     def result_path(self, name: str) -> Path:
-        """Where a row's full result is."""
+        """Return the path of a row's full result."""
         return self.folder / f"{name}.json"
 
 
 def arguments_of(row: Row, ledger: Ledger, quick: bool) -> list[str]:
-    """The row's command line."""
+    """Return the command line of a row; write its synthetic trace if it has one."""
     arguments = [str(ledger.result_path(name)) for name in row.results_of] + list(row.options)
     modes = supported_modes(row.modes)
     if modes:
@@ -123,7 +123,7 @@ def _entry(row: Row, ledger: Ledger, quick: bool) -> dict[str, Any]:
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "took_s": round(time.monotonic() - began_s, 1),
     }
-    if path.is_file():  # A benchmark that finds its limit broken has figures too.
+    if path.is_file():  # A benchmark that exceeds its limit also writes figures.
         result = json.loads(path.read_text(encoding="utf-8"))
         return {"state": MEASURED, **entry, "status": status, "figures": row.pick(result)}
     reason = _reason(log.read_text(encoding="utf-8", errors="replace"))
@@ -131,7 +131,7 @@ def _entry(row: Row, ledger: Ledger, quick: bool) -> dict[str, Any]:
 
 
 def _reason(log: str) -> str:
-    """The line in which a benchmark says why it has no figures, else its last one."""
+    """Return the log line in which a benchmark explains why it has no figures, or else its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     said = [line for line in lines if line.startswith(("error: ", "skipped: "))]
     return (said or lines or ["no output"])[-1]
@@ -142,7 +142,7 @@ def _shown(arguments: Sequence[str], folder: Path) -> list[str]:
 
 
 def _call(module: str, arguments: Sequence[str]) -> int:
-    """Run a benchmark's `main`; what it raises ends this row only, and is in its log."""
+    """Run a benchmark's `main`; an exception fails only this row and goes into its log."""
     try:
         return int(importlib.import_module(module).main(arguments))
     except SystemExit as end:
@@ -160,7 +160,7 @@ def _written_to(path: Path) -> Iterator[None]:
 
 
 def restrict_to_cores(count: int) -> None:
-    """Let this process and everything it starts use only so many of its cores.
+    """Restrict this process and its children to `count` of its cores.
 
     Raises:
         ValueError: It has fewer.

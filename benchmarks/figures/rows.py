@@ -1,4 +1,4 @@
-"""The catalogue: one row per measurement, with what of its result goes into the documents."""
+"""The catalogue: one row per measurement, with the part of its result that goes into the documents."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class Row:
 
     Attributes:
         name: Its key.
-        part: The table it is in.
+        part: The table it belongs to.
         module: The benchmark.
         options: Its command line, without `--json`.
-        quick: Options put behind those for a smoke test; of an option given twice the last counts.
-        pick: From the benchmark's JSON to what is recorded.
-        modes: Fixed modes trained beside the variants; those that the code does not know are left out.
-        trace_seed: Of the synthetic trace the row replays.
+        quick: Options appended for a smoke test; if an option is given twice, the last one counts.
+        pick: Maps the benchmark's JSON to the recorded figures.
+        modes: Fixed modes trained beside the variants; modes that the code does not know are left out.
+        trace_seed: Seed of the synthetic trace that the row replays.
         results_of: Rows whose JSON files come first on the command line.
-        mode: The mode of `star` that the version must have.
-        exact: Whether the version must know `accuracy="exact"`.
+        mode: The mode of `star`; the row is skipped if the version lacks it.
+        exact: Whether the row needs `accuracy="exact"`.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Row:
     exact: bool = False
 
     def missing(self) -> str | None:
-        """What the row needs and this version lacks, or None."""
+        """Return what the row needs and this version lacks, or None."""
         if importlib.util.find_spec(self.module) is None:
             return f"this version has no {self.module}"
         if self.mode and not supported_modes((self.mode,)):
@@ -63,7 +63,7 @@ class Row:
 
 
 def supported_modes(modes: tuple[str, ...], ranks: int = RANKS) -> tuple[str, ...]:
-    """Those of `modes` that this version has."""
+    """Return those of `modes` that this version supports."""
     found = []
     for mode in modes:
         try:
@@ -75,7 +75,7 @@ def supported_modes(modes: tuple[str, ...], ranks: int = RANKS) -> tuple[str, ..
 
 
 def of_tta(result: Figures) -> Figures:
-    """What training rows record: per variant and fixed mode the time, its ratios, accuracy and feeding."""
+    """Return the figures of a training row: per variant and fixed mode the time, its ratios, accuracy and feeding."""
     modes = result["modes"].items()
     fixed = {name: {**one, "median_s": one["seconds"], "seeds": one["per_seed"]} for name, one in modes}
     rows = {**result["variants"], **fixed}
@@ -105,17 +105,17 @@ def _trained(values: Figures, plain_s: float | None) -> Figures:
 
 
 def keys(*names: str) -> Callable[[Figures], Figures]:
-    """Take these keys of a result as they are; a key that a version lacks is left out."""
+    """Return a function that copies these keys of a result, leaving out those that a version lacks."""
     return lambda result: {name: result[name] for name in names if name in result}
 
 
 def of_policy(result: Figures) -> Figures:
-    """Mean regret of the learned policy and of the others."""
+    """Return the mean regret of the learned policy and of the others."""
     return {"scenarios": result["scenarios"], "auto": result["mean_regret"], **result["baselines"]}
 
 
 def of_fidelity(result: Figures) -> Figures:
-    """How well the simulator and the predictions agree with real trainings."""
+    """Return how well the simulator and the predictions agree with real trainings."""
     return {
         "kendall_tau": result["kendall_tau"]["mean"],
         "median_step_error": result["fidelity"]["median_error"],
@@ -124,13 +124,13 @@ def of_fidelity(result: Figures) -> Figures:
 
 
 def of_harm(result: Figures) -> Figures:
-    """`auto` against `sync` on a busy machine."""
+    """Return the figures of `auto` against `sync` on a busy machine."""
     ratios = [job["ratio"] for job in result["jobs"]]
     return {"cores": result["cores"], "jobs": len(ratios), "median": statistics.median(ratios), "worst": max(ratios)}
 
 
 def _scenario(name: str, *modes: str, options: tuple[str, ...] = (), exact: tuple[str, ...] = ()) -> Row:
-    """A training row of the README's table: Fashion-MNIST, three seeds, all variants in one run."""
+    """Return a training row of the README's table: Fashion-MNIST, three seeds, all variants in one run."""
     return Row(
         name=name,
         part="scenarios",
@@ -168,7 +168,7 @@ def _digits(name: str, part: str, *options: str, modes: tuple[str, ...] = ()) ->
 
 
 def _exact(scenario: str) -> Row:
-    """`auto` that may choose only among modes without a stale gradient."""
+    """Return a row in which `auto` may choose only among modes without stale gradients."""
     return Row(
         name=f"exact-{scenario}",
         part="exact",
@@ -184,7 +184,7 @@ BALANCED = ("sync(balanced)",)
 STEP_FIGURES = ("ranks", "cores", "network", "mode", "ratio", "block_ratio_quartiles", "folds")
 ROWS: tuple[Row, ...] = (
     _scenario("none", "partial(3)", exact=BALANCED),
-    # `sync` is plain Horovod's lockstep fed by `hvd.shard`; in the row behind, star_hvd is fed as plain Horovod is.
+    # `sync` is plain Horovod's lockstep fed by `hvd.shard`; in the next row star_hvd is fed the way plain Horovod is.
     _scenario("one-slow", "ps(backup=1)", "sync", exact=BALANCED),
     _digits("one-slow-sampler", "scenarios", "--scenario=one-slow", "--dataset=fashion", "--feeding=sampler"),
     _scenario("two-slow", "subgroup(0,1)", exact=BALANCED),

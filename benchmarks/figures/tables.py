@@ -1,4 +1,4 @@
-"""Recorded figures as tables of the documents, each between two markers that name it."""
+"""Recorded figures as tables of the documents, each between a pair of markers that name it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FED = {"sampler": "`DistributedSampler`", "shard": "`hvd.shard`"}
 
 
 class MarkerError(ValueError):
-    """Markers that do not pair, or name no table; the message says which."""
+    """Markers are unpaired or name an unknown table; the message says which."""
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -47,7 +47,7 @@ def _percent(value: float | None, digits: int = 1) -> str:
 
 
 def _training(part: Sequence[str], rows: Rows) -> list[str]:
-    """Time to accuracy: one line per row, fixed modes in the last column."""
+    """Return the time-to-accuracy table: one line per row, fixed modes in the last column."""
     head = (
         "row", "cores", "fed: Horovod, `star_hvd`", "to", "none slow", "plain Horovod", "`star_hvd`", "ratio",
         "bound_ratio", "accuracy, plain", "stale", "others: time, bound_ratio",
@@ -84,7 +84,7 @@ def _what(name: str, found: Mapping[str, Any]) -> str:
 
 
 def _faults(part: Sequence[str], rows: Rows) -> list[str]:
-    """Trainings in which a process dies: the worst of all seeds and modes."""
+    """Return the table of trainings in which a process dies: the worst over all seeds and modes."""
     lines = []
     for name in part:
         found = rows[name]["figures"]
@@ -100,7 +100,7 @@ def _after(time_s: float | None) -> str:
 
 
 def _flat(part: Sequence[str], rows: Rows) -> list[str]:
-    """Anything else: one line per figure."""
+    """Return a table of any other part: one line per figure."""
     lines = []
     for name in part:
         entry = rows[name]
@@ -134,10 +134,10 @@ PARTS: dict[str, Callable[[Sequence[str], Rows], list[str]]] = {
 
 
 def render(part: str, document: Mapping[str, Any]) -> str:
-    """A part's table, with version, date and what is not in it.
+    """Return a part's table, with version, date and the rows that were not measured.
 
     Args:
-        part: Of `PARTS`, or `all`.
+        part: One of `PARTS`, or `all`.
         document: What `report_all` recorded.
     """
     if part == "all":
@@ -162,10 +162,10 @@ def _origin(document: Mapping[str, Any]) -> str:
 
 
 def block_names(text: str, page: str = "the page") -> list[str]:
-    """The tables that a page has places for.
+    """Return the names of the tables that a page has markers for.
 
     Raises:
-        MarkerError: A marker without its other half, or of no table.
+        MarkerError: A marker is unpaired or names an unknown table.
     """
     names: list[str] = []
     opened = ""
@@ -181,14 +181,14 @@ def block_names(text: str, page: str = "the page") -> list[str]:
 
 
 def blocks_of(text: str) -> dict[str, str]:
-    """What stands between the markers, by name."""
+    """Return the text between the markers, by table name."""
     return {
         name: text.split(BEGIN.format(name), 1)[1].split(END.format(name), 1)[0].strip() for name in block_names(text)
     }
 
 
 def replace_blocks(page: Path, document: Mapping[str, Any]) -> bool:
-    """Write the recorded figures between the page's markers; whether that changed it."""
+    """Write the recorded figures between the page's markers; return whether the page changed."""
     before = page.read_text(encoding="utf-8")
     text = before
     for name in block_names(before, page.name):

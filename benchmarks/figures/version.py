@@ -1,4 +1,4 @@
-"""Which version of the code figures belong to."""
+"""Which version of the code the figures belong to."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 __all__ = ["ROOT", "VersionError", "code_version", "is_clean"]
 
 ROOT = Path(__file__).resolve().parents[2]
-# What a figure can depend on. Figures and prose are not among it, so that recording figures changes nothing.
+# What a figure can depend on. Recorded figures and prose are excluded, so recording does not change the version.
 CODE = (
     "star_hvd", "scheduler", "benchmarks", "patches", "pyproject.toml", "requirements.lock",
     ":(exclude)benchmarks/figures.json", ":(exclude)*.md",
@@ -18,14 +18,14 @@ GIT_DEADLINE_S = 60.0
 
 
 class VersionError(RuntimeError):
-    """The version cannot be told; the message says why."""
+    """The version cannot be determined; the message says why."""
 
 
 def code_version(root: Path = ROOT) -> str:
-    """The last commit that changed the code; with what is not committed, `+` and a digest of that.
+    """Return the last commit that changed the code; with uncommitted changes, followed by `+` and their digest.
 
     Raises:
-        VersionError: `root` is no git checkout, or git is missing.
+        VersionError: `root` is not a git checkout, or git is missing.
     """
     commit = _git(root, "log", "-1", "--format=%h", "--abbrev=10", "--", *CODE).decode().strip()
     if not commit:
@@ -38,7 +38,7 @@ def code_version(root: Path = ROOT) -> str:
 
 
 def is_clean(version: str) -> bool:
-    """Whether a version is a commit and nothing else."""
+    """Return whether a version is a commit without uncommitted changes."""
     return "+" not in version
 
 

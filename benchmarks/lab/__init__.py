@@ -1,1 +1,1 @@
-"""The laboratory of `benchmarks.tta`: what is trained, who is slow when, a rank's training loop, its figures."""
+"""The laboratory of `benchmarks.tta`: tasks, slowdown scenarios, a rank's training loop, and its figures."""

@@ -1,4 +1,4 @@
-"""What the commands of the benchmarks have in common: numbers in range, and one measurement whose figures are kept."""
+"""Shared code of the benchmark commands: range checks, and one measurement whose figures are saved."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["measured", "out_of_range", "say_error"]
 
 
 def say_error(text: object) -> None:
-    """Print why a command ends."""
+    """Print why a command fails."""
     Console(stderr=True, soft_wrap=True, highlight=False).print(f"error: {text}", markup=False)
 
 
 def out_of_range(args: argparse.Namespace, least: Iterable[tuple[str, float]]) -> str | None:
-    """What is wrong with the first number that is below its least value, or beyond all sense; None where none is."""
+    """Return an error message for the first number below its minimum or from 1e6 on; None if all are in range."""
     for name, low in least:
         value = getattr(args, name)
         if not low <= value < 1e6:
@@ -34,16 +34,16 @@ def measured(
     console: Console,
     *failures: type[Exception],
 ) -> dict[str, Any] | None:
-    """The figures of `measure`, written to `args.json` too where that is given.
+    """Return the figures of `measure`, and write them to `args.json` if it is given.
 
     Args:
         measure: Runs the jobs.
         args: Its command line.
         console: Where it shows its progress.
-        failures: What it may raise beside `JobFailed`.
+        failures: Exceptions it may raise beside `JobFailed`.
 
     Returns:
-        None where it failed; why was printed.
+        None if it failed; the reason was printed.
     """
     try:
         summary = measure(args, console)

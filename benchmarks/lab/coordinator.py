@@ -1,4 +1,4 @@
-"""What a coordinator costs: the messages of a job, decoded, taken in and decided upon, in processor time."""
+"""The processor time that a coordinator needs to decode and handle a job's messages and to decide."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _DIMENSION_BYTES = 25_000_000
 
 
 class _Job:
-    """Ranks that answer a board as agents do; what the board takes for it is counted."""
+    """Simulated ranks that answer a coordinator's state as agents do, and count its processor time."""
 
     def __init__(self, n: int, *, slow: bool) -> None:
         self.board = JobState(n, Config(), 0.0)
@@ -44,7 +44,7 @@ class _Job:
             self._say(rank, Register(0, plan, {}, _DIMENSION_BYTES), 0.0)
 
     def step(self, number: int, begin_s: float) -> None:
-        """One step of all ranks, those of a slow one late and once in `_SLOW` steps."""
+        """Make one step of all ranks; once modes differ, a slow rank is late and delivers once in `_SLOW` steps."""
         work = _COMPUTE_S * np.exp(_JITTER * self._random.standard_normal(self._n))
         late = self._slow and self._plan_id > 0
         order = np.argsort(work).tolist()
@@ -91,18 +91,18 @@ class _Job:
 
 
 def coordinator_share(n: int = 8, *, slow: bool, steps_per_s: float = 30.0, length_s: float = 30.0) -> float:
-    """Part of a core that the coordinator of `n` ranks takes: messages decoded, windows read ten times a second.
+    """Return the share of a core that the coordinator of `n` ranks uses, with windows read ten times a second.
 
-    Every message is handled by itself, as if none came together; the network is not in it.
+    Every message is decoded and handled separately, as if no two arrived together; network costs are excluded.
 
     Args:
         n: Number of ranks.
         slow: Whether rank 0 takes three times as long, so that modes are predicted twice a second.
-        steps_per_s: Steps, of the fast ranks.
-        length_s: Time that is played; the first quarter is not counted.
+        steps_per_s: Step rate of the fast ranks.
+        length_s: Simulated time; the first quarter is not counted.
 
     Raises:
-        RuntimeError: The board chose otherwise than expected.
+        RuntimeError: The coordinator made an unexpected decision.
     """
     job = _Job(n, slow=slow)
     steps, counted_from_s = int(steps_per_s * length_s), 0.25 * length_s

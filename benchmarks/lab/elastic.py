@@ -1,4 +1,4 @@
-"""Runs the trainings of scenario `killed-worker`: an elastic job each, for every variant and seed."""
+"""Runs the trainings of scenario `killed-worker`: one elastic job per variant and seed."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from benchmarks.lab.spec import RunSpec
 
 __all__ = ["run_elastic_jobs"]
 
-# Two names of one machine: the launcher gives up a host on which a rank died, and the other one goes on.
+# Two names of one machine: the launcher blacklists a host on which a rank died, and the other one survives.
 HOSTS = ("localhost", "127.0.0.1")
-# Seconds until a collective with a dead rank fails, and until the ranks of a new world must have met.
+# Seconds until a collective with a dead rank fails, and until the ranks of a new world must have connected.
 ENVIRONMENT = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "12"}
 ATTEMPTS = 3
 
@@ -30,12 +30,12 @@ def run_elastic_jobs(
 ) -> None:
     """Run all jobs, one after another.
 
-    Horovod's own recovery does not always succeed, so a training whose job fails gets two more.
+    Horovod's own recovery does not always succeed, so a training whose job fails is retried up to two times.
 
     Args:
         spec: What to train.
         run_dir: Folder of the run, with the spec in it.
-        deadline_s: All jobs together must end within this.
+        deadline_s: Limit for all jobs together.
         stall_s: Longest time without a line of output.
         on_progress: Called with the fields of every progress line.
 

@@ -1,7 +1,7 @@
 """One elastic training in which the process of the last rank is killed; runs under elastic horovodrun.
 
-The static launcher ends every rank at the first that dies, so each training is a job of its own. State is committed
-every `COMMIT_STEPS` steps. The rank that is rank 0 at the end writes the record and its snapshots.
+The static launcher ends every rank as soon as one dies, so each training is a job of its own. State is committed every
+`COMMIT_STEPS` steps. The rank that is rank 0 at the end writes the record and its snapshots.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Training:
     """One rank's part of the training, across worlds.
 
     Args:
-        spec: What the driver asked for.
+        spec: The run's specification.
         variant: One of `ALL_VARIANTS`, or a fixed mode.
-        seed: Of initialization and sample order.
+        seed: Seed of initialization and sample order.
         hvd: `star_hvd` or `horovod.torch`.
     """
 
@@ -56,7 +56,7 @@ class Training:
         self._start_s = self._last_s = time.perf_counter()
 
     def run(self) -> None:
-        """Train to the end, through the death of a rank."""
+        """Train to the end, recovering from the death of a rank."""
         spec, hvd = self._spec, self._hvd
         inner = torch.optim.SGD(self.model.parameters(), lr=spec.learning_rate, momentum=spec.momentum)
         options: dict[str, Any] = {}
@@ -77,7 +77,7 @@ class Training:
         self._rebuilding = int(hvd.size()) < spec.ranks
         if self._rebuilding:
             self._watch.end()
-        self._watch.step(state.step)  # Fewer than before: those since the last commit are made again.
+        self._watch.step(state.step)  # The count goes back: steps since the last commit are repeated.
         while state.step < spec.epochs * per_epoch:
             self._maybe_die(state, per_epoch)
             epoch, index = divmod(state.step, per_epoch)
@@ -103,14 +103,14 @@ class Training:
         optimizer.step()
 
     def _maybe_die(self, state: Any, per_epoch: int) -> None:
-        """Halfway between two commits, from the middle of the run on, in the first world, under the mode asked for."""
+        """Kill the last rank of the first world: halfway between two commits, after half the run, in the fixed mode."""
         spec, hvd = self._spec, self._hvd
         if self._variant in FREE_VARIANTS or int(hvd.size()) < spec.ranks:
             return
         if state.step < spec.epochs * per_epoch // 2 or state.step % COMMIT_STEPS != COMMIT_STEPS // 2:
             return
         self._watch.begin()
-        waiting = self._fixed and state.optimizer.mode == "sync"  # For servers to start.
+        waiting = self._fixed and state.optimizer.mode == "sync"  # The servers are still starting.
         if int(hvd.rank()) == spec.ranks - 1 and not waiting:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -139,7 +139,7 @@ class Training:
 
 
 def main(argv: list[str]) -> int:
-    """Train what `spec.json` in the folder `argv[0]` says, variant `argv[1]`, seed `argv[2]`."""
+    """Train `spec.json` in the folder `argv[0]` with variant `argv[1]` and seed `argv[2]`."""
     run_dir, variant, seed = Path(argv[0]), argv[1], int(argv[2])
     register(run_dir)
     spec = RunSpec.read(run_dir / "spec.json")

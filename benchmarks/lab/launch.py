@@ -1,4 +1,4 @@
-"""Starts one job, follows its progress, and ends exactly what it started when it dies or hangs."""
+"""Starts one job, follows its progress, and ends exactly the processes it started if the job dies or hangs."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class JobFailed(RuntimeError):
 
 
 def horovodrun_command(ranks: int, module: str, *arguments: str, options: Sequence[str] = ()) -> list[str]:
-    """The command that runs `python -m module arguments` on `ranks` ranks of this machine.
+    """Return the command that runs `python -m module arguments` on `ranks` ranks of this machine.
 
     Args:
         ranks: Number of ranks.
-        module: What every rank runs.
+        module: The module that every rank runs.
         arguments: Its arguments.
         options: Further options of `horovodrun`.
 
     Raises:
-        JobFailed: No horovodrun beside this Python.
+        JobFailed: There is no horovodrun beside this Python.
     """
     program = Path(sys.executable).parent / "horovodrun"
     if not program.is_file():
@@ -57,21 +57,21 @@ def run_job(
     on_progress: Callable[[dict[str, Any]], None],
     added_environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run `command` to its end.
+    """Run `command` until it ends.
 
     Args:
-        command: What to start. Lines of its output with `PROGRESS_MARK` are progress; all go to `log.txt`.
-        run_dir: Folder of the run; processes of the job leave `<pid>.pid` there.
-        deadline_s: The job must end within this.
+        command: Command line. Output lines with `PROGRESS_MARK` are progress; all lines go to `log.txt`.
+        run_dir: Folder of the run; processes of the job write `<pid>.pid` there.
+        deadline_s: The job must end within this time.
         stall_s: Longest time without a line of output.
         on_progress: Called with the fields of every progress line.
-        added_environment: Variables beside those of this process.
+        added_environment: Variables added to this process's environment.
 
     Raises:
-        JobFailed: It ended with an error or missed a deadline. Nothing of the job is left running.
+        JobFailed: It ended with an error or missed a deadline. No process of the job is left running.
     """
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-    environment.setdefault("STAR_RUN_LOG", "0")  # A sender per training would take the cores that are measured on.
+    environment.setdefault("STAR_RUN_LOG", "0")  # A log sender per training would use the cores that are measured.
     environment.update(added_environment or {})
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
@@ -105,7 +105,7 @@ def _follow(
     stall_s: float,
     on_progress: Callable[[dict[str, Any]], None],
 ) -> str | None:
-    """Read the output until it ends; returns what went wrong with time, if anything did."""
+    """Read the output until it ends; return a message if a time limit was exceeded."""
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_pump, args=(process, lines), daemon=True).start()
     start_s = last_line_s = time.monotonic()
@@ -144,14 +144,14 @@ def _take_line(line: str, tail: collections.deque[str], on_progress: Callable[[d
         return
     try:
         fields = json.loads(text)
-    except json.JSONDecodeError:  # two ranks wrote into the same line
+    except json.JSONDecodeError:  # Two ranks wrote into the same line.
         tail.append(line)
         return
     on_progress(fields)
 
 
 def _end(process: subprocess.Popen[str], run_dir: Path) -> None:
-    """End what is left of the job: descendants of the command and processes registered in its folder."""
+    """End the job's remaining processes: descendants of the command and processes registered in its folder."""
     left = _alive(process, run_dir)
     for each in left:
         _signal(each.terminate)
@@ -176,7 +176,7 @@ def _alive(process: subprocess.Popen[str], run_dir: Path) -> list[psutil.Process
     for path in run_dir.glob("*.pid"):
         try:
             worker = psutil.Process(int(path.stem))
-            # A process id is used again after its process ended: ours was there before its file.
+            # Process ids are reused after a process has ended; ours was created before its file.
             if worker.create_time() <= path.stat().st_mtime + 0.1:
                 found[worker.pid] = worker
         except (psutil.NoSuchProcess, ValueError):

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 SMOOTHED_EVALUATIONS = 3
-CURVE_SAMPLES = 3000  # of the held-out samples; more would take longer to evaluate than to train
+CURVE_SAMPLES = 3000  # Of the held-out samples; with all of them, evaluation would take longer than training.
 _OF_MODES = ("step_s", "reached", "folds", "drops", "max_staleness", "bound_ratio", "feeding")
 REQUIRED_KEYS = (
     "scenario",
@@ -52,13 +52,13 @@ REQUIRED_KEYS = (
 
 
 def accuracies(snapshots: Path, spec: RunSpec, task: Task) -> list[float]:
-    """Accuracy of every snapshot in the file `snapshots`, as `accuracies_of`."""
+    """Return the accuracy of every snapshot in the file `snapshots`; see `accuracies_of`."""
     with np.load(snapshots) as arrays:
         return accuracies_of(arrays["vectors"], spec, task)
 
 
 def accuracies_of(vectors: Sequence[np.ndarray], spec: RunSpec, task: Task) -> list[float]:
-    """Accuracy of every vector of parameters: the last on all held-out samples, the others on some."""
+    """Return the accuracy of every parameter vector: the last on all held-out samples, the others on a subset."""
     model = make_network(spec.dataset, spec.hidden_units, spec.network)
     values = []
     with torch.no_grad():
@@ -73,7 +73,7 @@ def accuracies_of(vectors: Sequence[np.ndarray], spec: RunSpec, task: Task) -> l
 def time_to_accuracy_s(
     times_s: Sequence[float], accuracy: Sequence[float], target: float, smoothed: int = SMOOTHED_EVALUATIONS
 ) -> float | None:
-    """When a running median of the evaluations first reaches the target.
+    """Return when a running median of the evaluations first reaches the target.
 
     Args:
         times_s: Time of each evaluation.
@@ -82,7 +82,7 @@ def time_to_accuracy_s(
         smoothed: Evaluations in the running median; the time is that of the last of them.
 
     Returns:
-        Seconds, or None when the target is never reached.
+        Seconds, or None if the target is never reached.
     """
     if len(times_s) != len(accuracy):
         raise ValueError(f"{len(times_s)} times and {len(accuracy)} accuracies; expected as many")
@@ -93,7 +93,7 @@ def time_to_accuracy_s(
 
 
 def median_or_none(values: Sequence[float | None]) -> float | None:
-    """Median over seeds; one that never arrived counts as infinitely late, None where that is the median."""
+    """Return the median over seeds, counting None as infinitely late; None if that is the median."""
     if not values:
         return None
     median = statistics.median(float("inf") if value is None else value for value in values)
@@ -101,10 +101,10 @@ def median_or_none(values: Sequence[float | None]) -> float | None:
 
 
 def summarize(spec: RunSpec, target: float, records: Sequence[RunRecord]) -> dict[str, Any]:
-    """The figures of a run; `REQUIRED_KEYS` and, per variant and seed, what they were made from.
+    """Return the figures of a run: `REQUIRED_KEYS` and, per variant and seed, the data behind them.
 
     Args:
-        spec: What was run.
+        spec: The run's specification.
         target: Accuracy to reach.
         records: One per variant and seed, with accuracies.
     """
@@ -152,13 +152,13 @@ def summarize(spec: RunSpec, target: float, records: Sequence[RunRecord]) -> dic
 
 
 def model_bytes(spec: RunSpec) -> int:
-    """Size of the parameters, and of a gradient."""
+    """Return the size of the parameters, which is also that of a gradient."""
     model = make_network(spec.dataset, spec.hidden_units, spec.network)
     return sum(4 * parameter.numel() for parameter in model.parameters())
 
 
 def _capacity(spec: RunSpec, scenario: Scenario, variants: dict[str, Any]) -> float:
-    """Speed of all ranks together, in units of a normal rank; of a link or input, from what it adds to a step."""
+    """Return the speed of all ranks in units of a normal rank; link and input factors count by the step they cause."""
     free = variants.get("straggler_free")
     if scenario.means not in ("link", "input") or free is None:
         return scenario.capacity(spec.device_fixed_s / spec.device_s if spec.device_s else 0.0)
@@ -171,7 +171,7 @@ def _capacity(spec: RunSpec, scenario: Scenario, variants: dict[str, Any]) -> fl
 
 
 def _mode(values: dict[str, Any], plain_s: float | None) -> dict[str, Any]:
-    """Figures of a fixed mode, beside those of `auto`."""
+    """Return the figures of a fixed mode, with the same keys as those of `auto`."""
     return {
         "seconds": values["median_s"],
         "ratio": _ratio(values["median_s"], plain_s),
@@ -185,12 +185,12 @@ def _mode(values: dict[str, Any], plain_s: float | None) -> dict[str, Any]:
 
 
 def in_force(timeline: Sequence[dict[str, Any]]) -> float:
-    """Part of the steps that were not made in lockstep; below 1 where a mode took its time, or was refused."""
+    """Return the share of steps not made in `sync`; below 1 if the mode came into force late or was refused."""
     return statistics.fmean(entry["mode"] != "sync" for entry in timeline) if timeline else 0.0
 
 
 def _recovery(variants: dict[str, Any], modes: dict[str, Any]) -> dict[str, Any]:
-    """What the death of a process cost star_hvd: the worst of all seeds and of all modes in which one was killed."""
+    """Return what the death of a process cost star_hvd: the worst over all seeds, variants and modes with a kill."""
     of_star = [values for name, values in {**variants, **modes}.items() if name not in PLAIN_VARIANTS]
     runs = [run for values in of_star for run in values["seeds"]]
     struck = [run for run in runs if run["killed"]]
@@ -219,7 +219,7 @@ def _variant(name: str, target: float, records: Sequence[RunRecord]) -> dict[str
 
 
 def _own_bound_ratio(medians: dict[str, float | None], capacity: float, ranks: int) -> float | None:
-    """Against star_hvd's own time without a straggler: what is lost to the straggler alone."""
+    """Return the time over the bound from star_hvd's own straggler-free time: the loss due to the straggler alone."""
     free_s = medians["star_free"]
     if free_s is None:
         return None

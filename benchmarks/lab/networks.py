@@ -1,7 +1,7 @@
-"""What is trained: the small network of each data set, and networks whose gradients have the size of real ones.
+"""The trained networks: a small one for each data set, and others with gradients of realistic size.
 
 `conv` has about 1 MB of gradients, `transformer` about 10 MB (float32). Both are cheap to compute for their size, so
-that several ranks fit on a few cores: the transformer has most of its parameters in an embedding of pixel pairs.
+that several ranks fit on a few cores: most of the transformer's parameters are in an embedding of pixel pairs.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["NETWORKS", "USUAL_HIDDEN_UNITS", "RowTransformer", "first_tensor", "
 USUAL_HIDDEN_UNITS = 32
 NETWORKS = ("usual", "mlp", "conv", "transformer")
 CLASSES = 10
-GREY_LEVELS = 17  # The digits have 17; other images are rounded to as many.
+GREY_LEVELS = 17  # The digits have 17; other images are quantized to as many.
 TABLE_STD = 0.02
-SIDES = {"digits": 8, "fashion": 28}  # Pixels of an image's side.
+SIDES = {"digits": 8, "fashion": 28}  # Side of an image in pixels.
 
 
 class RowTransformer(nn.Module):
-    """A pre-norm transformer encoder whose sequence are the rows of an image.
+    """A pre-norm transformer encoder whose sequence elements are the rows of an image.
 
-    A row's vector is a projection of its pixels, plus the sum of the embeddings of its pairs of neighbouring pixels,
-    each looked up by where the pair is and which grey levels it has.
+    A row's vector is a projection of its pixels plus the sum of the embeddings of its pairs of neighbouring pixels,
+    each indexed by the position of the pair and its grey levels.
 
     Args:
-        side: Rows and columns of the image; a larger image is averaged over squares first.
-        dimension: Of a row's vector.
+        side: Rows and columns of the image; a larger image is first averaged over squares.
+        dimension: Dimension of a row's vector.
         layers: Encoder layers.
         heads: Attention heads of each.
         feedforward: Width of each layer's hidden part.
@@ -56,7 +56,7 @@ class RowTransformer(nn.Module):
         self.head = nn.Linear(dimension, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Class scores of images with values from 0 to 1, shape (batch, 64) or (batch, 1, side, side)."""
+        """Return class scores of images with values from 0 to 1, shape (batch, 64) or (batch, 1, side, side)."""
         side = self._side
         if x.dim() == 4 and x.shape[-1] > side:
             x = nn.functional.adaptive_avg_pool2d(x, side)
@@ -69,12 +69,12 @@ class RowTransformer(nn.Module):
 
 
 def make_network(dataset: str, hidden_units: int = USUAL_HIDDEN_UNITS, network: str = "usual") -> nn.Module:
-    """A fresh network for `dataset`, initialized from torch's current random state.
+    """Return a new network for `dataset`, initialized from torch's current random state.
 
     Args:
         dataset: `digits` or `fashion`.
-        hidden_units: Width of the hidden layer of `usual` and `mlp`; on digits, where it is more than usual, of two
-            hidden layers, so that the gradient is large: 4 * `hidden_units` ** 2 bytes and some.
+        hidden_units: Width of the hidden layer of `usual` and `mlp`. On digits, a width above the default gives two
+            hidden layers, so that the gradient is large: slightly more than 4 * `hidden_units` ** 2 bytes.
         network: One of `NETWORKS`; `usual` is a perceptron for the digits and two small convolutions for Fashion-MNIST.
 
     Raises:
@@ -113,7 +113,7 @@ def _small_convolutions(hidden_units: int) -> nn.Module:
 
 
 def _convolutions(dataset: str) -> nn.Module:
-    """Four convolutions, most parameters where the image is small; no batch normalization."""
+    """Return four convolutions with most parameters in the layers of low resolution; no batch normalization."""
     first: list[nn.Module] = [nn.Conv2d(1, 32, 5, stride=4, padding=2)]
     if dataset == "digits":
         first = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 32, 3, stride=2, padding=1)]
@@ -132,7 +132,7 @@ def _convolutions(dataset: str) -> nn.Module:
 
 
 def layer_costs(model: nn.Module, sample: torch.Tensor) -> dict[nn.Module, float]:
-    """Part of a forward pass that each layer with parameters takes, by its multiplications; they add up to 1.
+    """Return each parameterized layer's share of a forward pass, by its multiplications; the shares add up to 1.
 
     Args:
         model: Any module whose layers return tensors, or tuples that begin with one.
@@ -156,21 +156,21 @@ def layer_costs(model: nn.Module, sample: torch.Tensor) -> dict[nn.Module, float
 
 
 def first_tensor(output: Any) -> torch.Tensor:
-    """What a layer returned, or the first of what it returned."""
+    """Return a layer's output, or the first element of an output tuple."""
     found = output[0] if isinstance(output, tuple) else output
     assert isinstance(found, torch.Tensor)
     return found
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether it computes with parameters in one piece; attention calls its parts without their hooks."""
+    """Whether a module counts as one layer with parameters; attention does, as it bypasses its children's hooks."""
     if isinstance(module, nn.MultiheadAttention):
         return True
     return not any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _products(layer: nn.Module, output: torch.Tensor) -> float:
-    """Multiplications of a call: each weight once for every place of the output."""
+    """Return the multiplications of a call: each weight once for every position of the output."""
     weights = [p for p in layer.parameters() if p.dim() > 1]
     if isinstance(layer, nn.Embedding) or not weights:
         return float(output.numel())

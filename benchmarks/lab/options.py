@@ -1,4 +1,4 @@
-"""The command line of `benchmarks.tta`, and what the workers are told because of it."""
+"""The command line of `benchmarks.tta`, and the `RunSpec` built from it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from scheduler.plan.mode_names import parse_mode
 __all__ = ["add_device_options", "build_spec", "device_times_ms", "make_parser", "star_hvd_takes", "target_for"]
 
 DEVICE_MS = 30.0
-FIXED_PART = 0.2  # Of the device time, where only the whole of it is given: kernels have a least length.
+FIXED_PART = 0.2  # Of the device time, where only its total is given: kernels have a minimum duration.
 ACCURACIES = ("bounded", "exact")
 COMPRESSIONS = ("none", "fp16", "auto")
 SHORT_VARIANTS = ("straggler_free", "plain", "star")
@@ -31,17 +31,17 @@ SHORT_VARIANTS = ("straggler_free", "plain", "star")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Special:
-    """What a scenario needs otherwise than the others.
+    """Settings in which a scenario differs from the others.
 
     Attributes:
-        device_ms: Of CPU time where it is burnt: all ranks share the cores of one machine, so less of it, or nothing
-            else has room.
-        epochs: 0 for as many as fit the data set.
-        passes: Passes over the data in an epoch: more of them where a rank that ends its last batch late would
-            otherwise be waited for every second.
+        device_ms: Device time where it is burnt as CPU time: all ranks share the cores of one machine, so it has to be
+            shorter to leave room for anything else.
+        epochs: 0 for the data set's default.
+        passes: Passes over the data in an epoch; more of them where otherwise the ranks would wait every second for
+            one that ends its last batch late.
         hidden_units: Width of the network's hidden layers.
-        link_bits_per_s: Rate of a usual host's link.
-        target: Accuracy to reach on digits, 0 for the usual one.
+        link_bits_per_s: Rate of a normal host's link.
+        target: Accuracy to reach on digits, 0 for the default.
         input_ms: Cost of a sample.
         workers: Processes per rank that load samples.
     """
@@ -58,20 +58,20 @@ class _Special:
 
 SPECIAL = {
     "quota": _Special(device_ms=10.0),
-    # Two workers load a batch of 16 in 24 ms, within the device time; the slow rank's in 96 ms.
+    # Two workers load a batch of 16 in 24 ms, within the device time; those of the slow rank take 96 ms.
     "slow-input": _Special(input_ms=3.0, workers=2),
     "starved": _Special(device_ms=10.0, epochs=2, passes=2),
-    # 1 MB of gradients: 60 ms over usual links, as long as two device times, 600 ms over the slow one.
+    # 1 MB of gradients: 60 ms over normal links, as long as two device times; 600 ms over the slow one.
     "slow-link": _Special(hidden_units=480, link_bits_per_s=200e6, epochs=3, passes=2),
-    # The usual target is reached before the second freeze.
+    # The default target is reached before the second freeze.
     "frozen": _Special(epochs=5, passes=4, target=0.95),
     "killed-server": _Special(),
-    "killed-worker": _Special(epochs=12),  # Servers take a part of the run to start.
+    "killed-worker": _Special(epochs=12),  # Starting servers takes part of the run.
 }
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.tta",
         description="Time to accuracy with stragglers: plain Horovod, backup workers and star_hvd in one horovodrun.",
@@ -131,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_device_options(parser: argparse.ArgumentParser) -> None:
-    """How long a step takes at normal speed."""
+    """Add the options for how long a step takes at normal speed."""
     parser.add_argument(
         "--device-ms", type=float, help=f"device time of a usual step at normal speed; default: {DEVICE_MS:g}"
     )
@@ -142,10 +142,10 @@ def add_device_options(parser: argparse.ArgumentParser) -> None:
 
 
 def device_times_ms(args: argparse.Namespace, batch_samples: int, usual_ms: float = DEVICE_MS) -> tuple[float, float]:
-    """Device time of a step at normal speed in ms: of a usual batch, and the fixed part of it.
+    """Return the device time of a full batch at normal speed and its fixed part, in ms.
 
     Raises:
-        ValueError: Options that contradict each other, or are negative.
+        ValueError: Options contradict each other or are negative.
     """
     total, fixed, each = args.device_ms, args.device_fixed_ms, args.device_per_sample_ms
     for name, value in (("--device-ms", total), ("--device-fixed-ms", fixed), ("--device-per-sample-ms", each)):
@@ -163,10 +163,10 @@ def device_times_ms(args: argparse.Namespace, batch_samples: int, usual_ms: floa
 
 
 def build_spec(args: argparse.Namespace) -> RunSpec:
-    """Turn the command line into what the workers are told.
+    """Build the specification for the workers from the command line.
 
     Raises:
-        ValueError: An option that cannot be; the message names it.
+        ValueError: An option is invalid; the message names it.
         DeviceError, QuotaError, NetworkError: The device or the scenario is impossible on this machine.
     """
     defaults, special = defaults_for(args.dataset, args.network), SPECIAL.get(args.scenario, _Special())
@@ -229,7 +229,7 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
 
 
 def target_for(args: argparse.Namespace) -> float:
-    """Accuracy to reach.
+    """Return the accuracy to reach.
 
     Raises:
         ValueError: It is not between 0 and 1.
@@ -258,7 +258,7 @@ def _check_numbers(args: argparse.Namespace, defaults: TaskDefaults) -> None:
 
 
 def _check_exact(args: argparse.Namespace) -> None:
-    """Whether the installed star_hvd has what the options ask of it."""
+    """Set the default of `microbatches`; check that the installed star_hvd supports the micro-batches and accuracy."""
     if args.microbatches is None:
         args.microbatches = 4 if args.mode == "sync(steal)" else 1
     if args.microbatches < 1:
@@ -272,7 +272,7 @@ def _check_exact(args: argparse.Namespace) -> None:
 
 
 def star_hvd_takes(function: str, argument: str) -> bool:
-    """Whether a function of the installed star_hvd has an argument of this name."""
+    """Return whether a function of the installed star_hvd has an argument of this name."""
     star_hvd = importlib.import_module("star_hvd")
     return argument in inspect.signature(getattr(star_hvd, function)).parameters
 
@@ -312,6 +312,6 @@ def _link_bits_per_s(args: argparse.Namespace, scenario: Scenario, special: _Spe
 
 
 def _quota_cores(scenario: Scenario) -> float:
-    """The share of a core that makes a rank `slowdown` times slower than its fair share of the machine."""
+    """Return the share of a core that makes a rank `slowdown` times slower than its fair share of the machine."""
     fair = min(1.0, (os.cpu_count() or 1) / scenario.ranks)
     return fair / scenario.slowdown(scenario.ranks - 1, 0)

@@ -1,4 +1,4 @@
-"""What a person reads: the table of a run, the sentence under it, and progress while it goes on."""
+"""Human-readable output: the table of a run, the sentence below it, and progress during the run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COUNT_WORDS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 8: "eight",
 
 
 class ProgressView:
-    """Shows how many units of a run are done, as a bar or, away from a terminal, as a line now and then."""
+    """Shows how many units of a run are done: a progress bar on a terminal, otherwise an occasional line."""
 
     def __init__(self, console: Console, total: int, bar: Progress | None) -> None:
         self._console, self._total, self._bar = console, total, bar
@@ -39,7 +39,7 @@ class ProgressView:
         self._last_line_s = float("-inf")
 
     def update(self, fields: dict[str, Any]) -> None:
-        """Take a progress line: `text` to show and `done`, the units finished since the last one."""
+        """Process a progress line: `text` to show, and `done`, the units finished since the previous one."""
         self._done += int(fields.get("done", 0))
         text = str(fields.get("text", ""))
         if self._bar is not None and self._task is not None:
@@ -53,7 +53,7 @@ class ProgressView:
 
 @contextmanager
 def progress_view(console: Console, total: int) -> Iterator[ProgressView]:
-    """A `ProgressView` of `total` units that fits the console."""
+    """Open a `ProgressView` of `total` units that fits the console."""
     if not console.is_terminal:
         yield ProgressView(console, total, None)
         return
@@ -63,16 +63,16 @@ def progress_view(console: Console, total: int) -> Iterator[ProgressView]:
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """One row per variant."""
+    """Return a table with one row per variant."""
     percent = 100.0 * summary["target_accuracy"]
     title = f"{summary['scenario']}, {summary['ranks']} ranks, {summary['dataset']}"
-    # The columns fill the 80 of a usual terminal; there is no room for lines between them.
+    # The columns fill a terminal of 80 characters; there is no room for lines between them.
     result = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     result.add_column("variant", no_wrap=True)
     modes = summary["modes"].items()
     fixed = {name: {**one, "median_s": one["seconds"], "seeds": one["per_seed"]} for name, one in modes}
     rows = {**summary["variants"], **fixed}
-    several = any(len(values["seeds"]) > 1 for values in rows.values())  # Else a terminal has no room for the rest.
+    several = any(len(values["seeds"]) > 1 for values in rows.values())  # Otherwise a terminal has no room for these.
     spread = ["min - max"] if several else []
     figures = ("ratio", "bound", *spread, "final", "ms/step", "late", "fed")
     for name in (f"to {percent:.1f} %", *figures):
@@ -101,7 +101,7 @@ def table(summary: dict[str, Any]) -> Table:
 
 
 def straggler_phrase(summary: dict[str, Any]) -> str:
-    """Who is slow in this run, to begin a sentence with."""
+    """Return a phrase that names the stragglers of this run, as the beginning of a sentence."""
     last, slowdown = summary["ranks"] - 1, summary["slowdown"]
     times = COUNT_WORDS.get(slowdown, f"{slowdown:g}")
     return {
@@ -121,7 +121,7 @@ def straggler_phrase(summary: dict[str, Any]) -> str:
 
 
 def sentence(summary: dict[str, Any]) -> str:
-    """What the run means to a user."""
+    """Return what the run means to a user."""
     percent = f"{100.0 * summary['target_accuracy']:.1f} %"
     final = summary["final_accuracy"]
     if summary["star_s"] is None or summary["plain_s"] is None:
@@ -140,7 +140,7 @@ def sentence(summary: dict[str, Any]) -> str:
 
 
 def bound_sentence(summary: dict[str, Any]) -> str:
-    """How far star_hvd is from what the speeds of the ranks allow; empty where that is not known."""
+    """Return how far star_hvd is from the bound given by the ranks' speeds; empty if the bound is unknown."""
     if summary["bound_ratio"] is None:
         return ""
     text = (

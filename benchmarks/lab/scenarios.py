@@ -1,4 +1,4 @@
-"""Who is slow when: slowdown schedules as pure functions of the step, and the bound they allow."""
+"""Which ranks are slow when: slowdown schedules as pure functions of the step, and the resulting bound."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
     "make_scenario",
 ]
 
-# How a scenario makes a rank slow. Only `device` acts by the schedule, in the emulated device time.
+# How a scenario slows a rank. Only `device` follows the schedule, through the emulated device time.
 MEANS = {
     "none": "device",
     "one-slow": "device",
@@ -42,16 +42,16 @@ KILLED = ("killed-worker", "killed-server")
 ONE_SLOWDOWN = 4.0
 TWO_SLOWDOWN = 2.0
 LINK_SLOWDOWN = 10.0
-STARVED_SLOWDOWN = 10.0  # of its fair share of the cores: 5 % of a core for one of 4 ranks on 2 cores
+STARVED_SLOWDOWN = 10.0  # Relative to its fair share of the cores: 5 % of a core for one of 4 ranks on 2 cores.
 ROTATE_EVERY_STEPS = 5
 FREEZE_S, FREEZE_EVERY_S = 2.0, 6.0
 FIXED_SLOWDOWN = ("none", "trace", "frozen", *KILLED)
-# A rank whose mean slowdown is above this counts as a straggler when `partial(m)` needs an m.
+# A rank whose mean slowdown exceeds this counts as a straggler when the m of `partial(m)` is chosen.
 STRAGGLER_SLOWDOWN = 1.5
 
 
 class ScenarioError(ValueError):
-    """A scenario that cannot be made; the message says what was got and what to do."""
+    """A scenario cannot be made; the message says what was given and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,8 @@ class Scenario:
     Attributes:
         name: One of `SCENARIOS`.
         rows: One row per global step, one factor per rank, shape (n_steps, n_ranks); step k uses row
-            k % n_steps. 1.0 is a rank at normal speed. Where the means is not `device`, what the factor is of
-            depends on it: CPU share, rate of the link, part of the time in which the rank is not stopped.
+            k % n_steps. 1.0 is normal speed. With other means than `device` the factor applies to something else:
+            CPU share, rate of the link, cost of a sample, share of time in which the rank is not stopped.
     """
 
     name: str
@@ -70,37 +70,37 @@ class Scenario:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return len(self.rows[0])
 
     @property
     def means(self) -> str:
-        """How ranks are made slow, a value of `MEANS`."""
+        """Return how ranks are slowed, a value of `MEANS`."""
         return MEANS[self.name]
 
     def slowdown(self, rank: int, step: int) -> float:
-        """Factor by which `rank` is slower than normal in global step `step`."""
+        """Return the factor by which `rank` is slower than normal in global step `step`."""
         return self.rows[step % len(self.rows)][rank]
 
     def device_slowdown(self, rank: int, step: int) -> float:
-        """Factor on the emulated device time: 1 where the scenario slows by other means."""
+        """Return the factor on the emulated device time: 1 if the scenario slows by other means."""
         return self.slowdown(rank, step) if self.means == "device" else 1.0
 
     def input_slowdown(self, rank: int) -> float:
-        """Factor on what a sample costs to get: 1 where the scenario slows by other means."""
+        """Return the factor on the cost of loading a sample: 1 if the scenario slows by other means."""
         return self.slowdown(rank, 0) if self.means == "input" else 1.0
 
     def capacity(self, fixed_part: float = 0.0) -> float:
-        """Speed of all ranks together, in units of one normal rank, averaged over the schedule.
+        """Return the speed of all ranks in units of one normal rank, averaged over the schedule.
 
         Args:
-            fixed_part: Part of a normal step that a rank needs even for an empty batch. A rank so slow that this takes
-                it longer than the whole step should take the others is better left out.
+            fixed_part: Part of a normal step that a rank needs even for an empty batch. A rank for which this part
+                alone takes longer than the whole step of the others is left out.
         """
         return sum(_capacity(row, fixed_part) for row in self.rows) / len(self.rows)
 
     def stragglers(self) -> int:
-        """Ranks that are slow at the same time: how many `partial(m)` has to do without.
+        """Return how many ranks are slow at the same time: the number that `partial(m)` has to do without.
 
         For a schedule with many rows, the median over the rows.
         """
@@ -108,17 +108,17 @@ class Scenario:
         return counts[len(counts) // 2]
 
     def quorum(self) -> int:
-        """The m of `partial(m)` that fits this scenario: all but the stragglers, at least one left out."""
+        """Return the m of `partial(m)` that fits this scenario: all but the stragglers, at least one left out."""
         return max(1, self.ranks - max(1, self.stragglers()))
 
     def without_stragglers(self) -> Scenario:
-        """The same job with every rank at normal speed."""
+        """Return the same job with every rank at normal speed."""
         return Scenario(name="none", rows=((1.0,) * self.ranks,))
 
 
 def _capacity(row: Sequence[float], fixed_part: float) -> float:
-    """Over the k fastest ranks, the best k: with shares so that all end together a step of n batches takes
-    ((1 - fixed_part) n + fixed_part k) / sum(1 / slowdown) normal steps."""
+    """Return the best capacity over the k fastest ranks; with shares so that all end together, a step of n batches
+    takes ((1 - fixed_part) n + fixed_part k) / sum(1 / slowdown) normal steps."""
     n, speeds = len(row), sorted((1.0 / factor for factor in row), reverse=True)
     sums = itertools.accumulate(speeds)
     return max(n * total / ((1.0 - fixed_part) * n + fixed_part * k) for k, total in enumerate(sums, start=1))
@@ -127,13 +127,13 @@ def _capacity(row: Sequence[float], fixed_part: float) -> float:
 def make_scenario(
     name: str, ranks: int, trace: Sequence[Sequence[float]] | None = None, slowdown: float | None = None
 ) -> Scenario:
-    """The schedule called `name` for `ranks` ranks.
+    """Return the schedule called `name` for `ranks` ranks.
 
     Args:
         name: One of `SCENARIOS`.
         ranks: Number of ranks of the job.
-        trace: Rows of the trace, for `trace` only; more columns than ranks are cut.
-        slowdown: Factor instead of the scenario's own; `none`, `trace`, `frozen` and the killed ones have none.
+        trace: Rows of the trace, for `trace` only; columns beyond `ranks` are ignored.
+        slowdown: Factor that replaces the scenario's own; not for `none`, `trace`, `frozen` and the killed ones.
 
     Raises:
         ScenarioError: Unknown name, too few ranks, or a trace that does not fit.
@@ -185,7 +185,7 @@ def _from_trace(ranks: int, trace: Sequence[Sequence[float]] | None) -> Scenario
 
 
 def default_modes(scenario: Scenario) -> tuple[str, ...]:
-    """Fixed modes worth a look beside `auto`: few, so that a run stays short."""
+    """Return the fixed modes worth comparing with `auto`: few, so that a run stays short."""
     m, name = scenario.quorum(), scenario.name
     if name in ("none", "trace"):
         return ()
@@ -201,18 +201,18 @@ def default_modes(scenario: Scenario) -> tuple[str, ...]:
 
 
 def baseline(name: str, stragglers: int) -> str:
-    """The mode that a name of the literature stands for; other names are returned as they are.
+    """Return the mode for a name from the literature; other names are returned unchanged.
 
     Args:
         name: `ASGD`, `SSP` (bound 3), `DynSGD` (Jiang et al. 2017),
             `Sync-opt` (Chen et al. 2016: synchronous with backup workers), or a mode of star_hvd.
-        stragglers: Ranks that are slow at the same time, as many as there are backup workers.
+        stragglers: Ranks that are slow at the same time, which is the number of backup workers.
     """
     return {"ssp": "ssp(3)", "sync-opt": f"ps(backup={max(1, stragglers)})"}.get(name.lower(), name)
 
 
 def bound_s(straggler_free_s: float, capacity: float, ranks: int) -> float:
-    """Time a job would need if every rank always worked at its own speed and nothing was lost.
+    """Return the time of a job in which every rank always works at its own speed and nothing is lost.
 
     Args:
         straggler_free_s: Time with every rank at normal speed, in seconds.
@@ -225,10 +225,10 @@ def bound_s(straggler_free_s: float, capacity: float, ranks: int) -> float:
 
 
 def link_slowdown(free_step_s: float, model_bytes: float, fast_bits_per_s: float, slow_bits_per_s: float) -> float:
-    """How much slower a step of a rank is whose link is slow, if it sends and receives the model once per step.
+    """Return how much slower the steps of a rank with a slow link are, if it sends and receives the model once a step.
 
-    A link carries both directions at once, so a step needs the model's bytes over its rate; the fast link's part is
-    in `free_step_s` already.
+    A link is full duplex, so a step needs the model's bytes over its rate; the fast link's part is already in
+    `free_step_s`.
     """
     if not (free_step_s > 0.0 and 0.0 < slow_bits_per_s <= fast_bits_per_s):
         raise ScenarioError(
@@ -239,13 +239,13 @@ def link_slowdown(free_step_s: float, model_bytes: float, fast_bits_per_s: float
 
 
 def input_slowdown(free_step_s: float, batch_input_s: float, workers: int, factor: float) -> float:
-    """How much slower a step of a rank is whose samples cost `factor` times as much to get.
+    """Return how much slower the steps of a rank are whose samples cost `factor` times as much to load.
 
     Args:
-        free_step_s: A step with no rank slow, input included, in seconds.
-        batch_input_s: What a batch's samples cost a normal rank, one after another.
-        workers: Processes that load ahead of the training thread; without any, the step waits for every sample.
-        factor: Of the slow rank.
+        free_step_s: A step with no rank slow, including input, in seconds.
+        batch_input_s: Cost of a batch's samples on a normal rank, loaded one after another.
+        workers: Processes that load ahead of the training thread; with 0, the step waits for every sample.
+        factor: Factor of the slow rank.
     """
     if not free_step_s > 0.0:
         raise ScenarioError(f"step of {free_step_s} s; expected more than 0")

@@ -1,4 +1,4 @@
-"""What one laboratory run is told to do (`RunSpec`) and what comes back from each training (`RunRecord`)."""
+"""The specification of a laboratory run (`RunSpec`) and the result of each training (`RunRecord`)."""
 
 from __future__ import annotations
 
@@ -37,36 +37,36 @@ class RunSpec:
         rows: Slowdown factors, shape (n_steps, n_ranks), repeating.
         ranks: Number of ranks.
         variants: What to train, a subset of `ALL_VARIANTS`.
-        modes: Fixed modes of star_hvd to train beside them, as `parse_mode` takes them.
+        modes: Fixed modes of star_hvd to train as well, in the form that `parse_mode` takes.
         seeds: Every variant is trained once per seed.
         dataset: Name of the data set.
-        train_samples: Training samples used.
+        train_samples: Number of training samples.
         epochs: How often all ranks meet, average the loss, and lower the learning rate; the same for every variant.
         passes: Passes over the training samples in an epoch.
         batch_samples: Samples a rank takes per step.
-        learning_rate: Of the first epoch.
-        momentum: Of SGD.
-        device_s: Device time of a usual batch at normal speed, beside the network's own, in seconds.
+        learning_rate: Learning rate of the first epoch.
+        momentum: Momentum of SGD.
+        device_s: Device time of a full batch at normal speed, in addition to the network's own, in seconds.
         device_fixed_s: Part of it that every forward and backward pass needs, however small its batch.
-        device: `cpu`, where it is emulated, or `cuda`, where network and device time are on a real one.
+        device: `cpu`, where device time is emulated, or `cuda`, where network and device time use a real device.
         eval_every_steps: Global steps between two snapshots.
         mode: Mode of the `star` variant.
         quorum: The m of the `drop` variant's `partial(m)`.
-        quota_cores: Part of a core the slow rank may use in scenario `quota`, 0 in all others.
+        quota_cores: Share of a core the slow rank may use in scenario `quota`, 0 in all others.
         quota_period_s: Accounting period of that quota.
-        network: What is trained, of `NETWORKS`.
-        hidden_units: Width of its hidden layers, where it is a small one.
-        input_s_per_sample: What it takes to get one sample, asleep, in whoever loads it.
+        network: The trained network, one of `NETWORKS`.
+        hidden_units: Width of its hidden layers, if it is a small one.
+        input_s_per_sample: Time to load one sample, spent asleep in the loading process or thread.
         workers: Processes of each rank's `DataLoader` that load samples, 0 for the training thread.
-        feeding: `shard` where star_hvd's optimizers are fed by `hvd.shard`, `sampler` where by the same
+        feeding: `shard` if star_hvd's optimizers are fed by `hvd.shard`, `sampler` if by the same
             `DistributedSampler` as plain Horovod's.
         microbatches: Parts into which `hvd.shard` cuts a batch, so that ranks can take over each other's.
-        accuracy: `exact` where star_hvd may choose only modes whose mathematics is that of plain Horovod, `bounded`
-            for its default.
-        compression: Name of star_hvd's compression, of `hvd.Compression`.
+        accuracy: `exact` if star_hvd may choose only modes mathematically equal to plain Horovod, `bounded` for its
+            default.
+        compression: Name of star_hvd's compression in `hvd.Compression`.
         background: Whether star_hvd sends behind compute (`Config.background`).
         overlap: Whether star_hvd applies updates as gradients arrive.
-        link_bits_per_s: Rate of a usual host's link in scenario `slow-link`, 0 in all others.
+        link_bits_per_s: Rate of a normal host's link in scenario `slow-link`, 0 in all others.
     """
 
     scenario: str
@@ -104,27 +104,27 @@ class RunSpec:
 
     @property
     def device_time(self) -> DeviceTime:
-        """Device time of a step as a function of its batch."""
+        """Return the device time of a step as a function of its batch."""
         per_sample_s = (self.device_s - self.device_fixed_s) / self.batch_samples
         return DeviceTime(fixed_s=self.device_fixed_s, per_sample_s=per_sample_s)
 
     def feeding_of(self, name: str) -> str:
-        """What feeds a variant or fixed mode: `sampler`, an equal share per rank, or `shard`, the work queue."""
+        """Return what feeds a variant or mode: `sampler`, an equal share per rank, or `shard`, the work queue."""
         return "sampler" if name in PLAIN_VARIANTS else self.feeding
 
     @property
     def steps(self) -> int:
-        """Steps of a synchronous training."""
+        """Return the number of steps of a synchronous training."""
         return self.epochs * self.passes * -(-self.train_samples // (self.batch_samples * self.ranks))
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Everything that is trained once per seed: variants and modes."""
+        """Return all names that are trained once per seed: variants and modes."""
         return (*self.variants, *self.modes)
 
     @classmethod
     def read(cls, path: Path) -> RunSpec:
-        """The inverse of `write_json(path, dataclasses.asdict(spec))`."""
+        """Read a specification that `write_json(path, dataclasses.asdict(spec))` wrote."""
         values = json.loads(path.read_text(encoding="utf-8"))
         values["rows"] = tuple(tuple(row) for row in values["rows"])
         for name in ("variants", "seeds", "modes"):
@@ -134,11 +134,11 @@ class RunSpec:
 
 @dataclass(slots=True, kw_only=True)
 class RunRecord:
-    """One training of one variant with one seed, as rank 0 wrote it; the snapshots are beside it as .npz.
+    """One training of one variant with one seed, written by rank 0; the snapshots are stored beside it as .npz.
 
     Attributes:
-        variant: Which of `ALL_VARIANTS`, or a fixed mode.
-        seed: Of initialization and sample order.
+        variant: One of `ALL_VARIANTS`, or a fixed mode.
+        seed: Seed of initialization and sample order.
         train_s: From the barrier at the start to the end of the last epoch on rank 0.
         global_steps: Updates of the parameters.
         epoch_losses: Mean training loss per epoch over all ranks.
@@ -146,14 +146,14 @@ class RunRecord:
         folds: Late gradients folded into a later step, all ranks.
         drops: Late gradients dropped, all ranks.
         max_staleness: Largest staleness of a folded gradient.
-        stats: Counters of every rank as star_hvd gave them.
+        stats: star_hvd's counters of every rank.
         report: `hvd.report().to_dict()` of rank 0.
         timeline: One entry per global step: step, time_s, members, mode.
-        killed: Processes that were killed on the way.
-        recovery_s: Longest time between two steps of a surviving rank from then on; 0 where nothing was killed.
+        killed: Number of processes killed during the training.
+        recovery_s: Longest time between two steps of a surviving rank after the kill; 0 if nothing was killed.
         rebuild_s: Time from the last step of the old world to the first of the new one (elastic).
-        lost_steps: Steps that had to be made again, or were lost, because something was killed.
-        times_s, steps, accuracies: The curve; accuracies are filled in after the run.
+        lost_steps: Steps that were lost or had to be repeated because of a kill.
+        times_s, steps, accuracies: The accuracy curve; accuracies are filled in after the run.
     """
 
     variant: str
@@ -178,16 +178,16 @@ class RunRecord:
 
     @property
     def stem(self) -> str:
-        """File name without suffix."""
+        """Return the file name without suffix."""
         return f"seed{self.seed}-{self.variant}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the record as plain values."""
         return dataclasses.asdict(self)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` so that a reader sees the old file or the whole new one, never a part."""
+    """Write `value` atomically: a reader sees the old file or the whole new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

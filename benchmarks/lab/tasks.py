@@ -1,4 +1,4 @@
-"""What is trained on: two real data sets with a fixed split, and the settings that fit each network."""
+"""The training tasks: two real data sets with a fixed split, and the settings that fit each network."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = [
 
 FASHION_DIR = Path("/usr/share/datasets/fashion-mnist")
 DIGITS_TRAIN_SAMPLES = 1280
-SPLIT_SEED = 20230601  # only has to be fixed
-FINAL_LEARNING_RATE_FRACTION = 0.1  # without decay the final accuracy of one seed scatters by a point
+SPLIT_SEED = 20230601  # Arbitrary, but fixed.
+FINAL_LEARNING_RATE_FRACTION = 0.1  # Without decay, the final accuracy varies by a point between seeds.
 IDX_DATA_TYPE_UINT8 = 8
 
 
 class TaskError(RuntimeError):
-    """A data set that cannot be had; the message says what to install."""
+    """A data set is not available; the message says what to install."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +41,11 @@ class TaskDefaults:
     Attributes:
         batch_samples: Samples a rank takes per step.
         learning_rate: Of the first epoch; falls linearly, per epoch, to `FINAL_LEARNING_RATE_FRACTION` of it.
-        momentum: Of SGD.
+        momentum: Momentum of SGD.
         epochs: Passes over the training samples.
         target_accuracy: Reached after about 60 % of a run without stragglers (measured, 4 ranks, 5 seeds).
         eval_every_steps: Global steps between two snapshots of the parameters.
-        train_samples: Training samples used.
+        train_samples: Number of training samples.
     """
 
     batch_samples: int
@@ -85,8 +85,8 @@ class Task:
 
     Attributes:
         train: Training samples, as a map-style data set of (input, label).
-        test_x: Inputs held out, shape (n_test, ...).
-        test_y: Labels held out, shape (n_test,).
+        test_x: Held-out inputs, shape (n_test, ...).
+        test_y: Held-out labels, shape (n_test,).
     """
 
     train: TensorDataset
@@ -94,7 +94,7 @@ class Task:
     test_y: torch.Tensor
 
 
-# What a network other than the data set's usual one needs otherwise.
+# Settings that differ for a network other than the data set's default one.
 OF_NETWORKS: dict[tuple[str, str], dict[str, Any]] = {
     ("digits", "conv"): dict(target_accuracy=0.96),
     ("digits", "transformer"): dict(learning_rate=0.02, target_accuracy=0.90, eval_every_steps=8),
@@ -105,7 +105,7 @@ OF_NETWORKS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 class SlowSamples(Dataset[Any]):
-    """A data set whose samples take time to get, as reading and decoding do; it passes asleep, in whoever loads them.
+    """A data set whose samples take time to load, as with reading and decoding; the loading thread sleeps meanwhile.
 
     Args:
         samples: The data set.
@@ -124,7 +124,7 @@ class SlowSamples(Dataset[Any]):
 
 
 def defaults_for(dataset: str, network: str = "usual") -> TaskDefaults:
-    """Settings of `dataset` for a network.
+    """Return the settings of `dataset` for a network.
 
     Raises:
         TaskError: Unknown data set.
@@ -135,14 +135,14 @@ def defaults_for(dataset: str, network: str = "usual") -> TaskDefaults:
 
 
 def load_task(dataset: str, train_samples: int) -> Task:
-    """Read a data set and split it, always the same way.
+    """Read a data set and split it deterministically.
 
     Args:
         dataset: One of `DATASETS`.
         train_samples: How many of the training samples to use.
 
     Raises:
-        TaskError: Unknown or not installed, or it has fewer samples than asked for.
+        TaskError: The data set is unknown, not installed, or has fewer samples than asked for.
     """
     defaults_for(dataset)
     train_x, train_y, test_x, test_y = _digits() if dataset == "digits" else _fashion()

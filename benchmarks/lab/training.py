@@ -1,4 +1,4 @@
-"""One training on one rank: the loop a Horovod user writes, with device time in the network's layers."""
+"""One training on one rank: a Horovod user's training loop, with device time in the network's layers."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class Setting:
     """What all trainings of a rank share.
 
     Attributes:
-        spec: What the driver asked for.
+        spec: The run's specification.
         train: Training samples.
         hvd: `star_hvd`, or `horovod.torch` where only plain variants run.
         rank: This rank.
         slow: Slowdowns of the variants with a straggler.
         burns: Whether device time uses the CPU instead of sleeping.
         run_dir: Folder of the run.
-        place: Where tensors live.
+        place: Device of the tensors.
         on_epoch: Called on rank 0 after every epoch with the epoch's number and its mean loss.
     """
 
@@ -66,12 +66,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What differs between plain Horovod and star_hvd in a training script.
+    """The differences between plain Horovod and star_hvd in a training script.
 
     Attributes:
         optimizer: The wrapped optimizer.
-        batches: The batches of an epoch for this rank.
-        global_step: Updates applied so far as this rank knows it, given the number of its own batches.
+        batches: Maps an epoch to this rank's batches.
+        global_step: Maps the number of this rank's own batches to the updates applied so far, as far as it knows.
     """
 
     optimizer: Any
@@ -80,7 +80,7 @@ class Job:
 
 
 class Snapshots:
-    """Copies of the parameters with their times, taken by rank 0 only; accuracy is computed after the run."""
+    """Timestamped copies of the parameters, taken by rank 0 only; accuracy is computed after the run."""
 
     def __init__(self, model: nn.Module, every_steps: int, active: bool) -> None:
         self._model, self._every_steps, self._active = model, every_steps, active
@@ -90,7 +90,7 @@ class Snapshots:
         self.vectors: list[np.ndarray] = []
 
     def maybe_take(self, step: int, time_s: float) -> None:
-        """Take a snapshot when `step` has reached the next multiple of the interval."""
+        """Take a snapshot if `step` has reached the next multiple of the interval."""
         if self._active and step >= self._next_step:
             self._next_step = (step // self._every_steps + 1) * self._every_steps
             self.take(step, time_s)
@@ -105,12 +105,12 @@ class Snapshots:
 
 
 def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapshots]:
-    """Train a fresh model; timed from a barrier to the end of the last epoch.
+    """Train a new model; timed from a barrier to the end of the last epoch.
 
     Args:
         setting: Shared by all trainings of this rank.
         variant: One of `ALL_VARIANTS`, or a fixed mode.
-        seed: Of initialization and sample order.
+        seed: Seed of initialization and sample order.
 
     Returns:
         The record, complete on rank 0, and the snapshots, empty on other ranks.
@@ -144,7 +144,7 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
 
 
 def make_clock(setting: Setting, model: nn.Module, device: Device | None = None) -> LayerClock:
-    """What spends the device time of this rank's steps in the layers of `model`; on `device` where one is given."""
+    """Make the clock that spends this rank's device time in the layers of `model`, on `device` if one is given."""
     spec = setting.spec
     sample = setting.train[0][0].unsqueeze(0).to(setting.place)
     device = make_device(spec.device, burns=setting.burns) if device is None else device
@@ -152,13 +152,13 @@ def make_clock(setting: Setting, model: nn.Module, device: Device | None = None)
 
 
 def _samples(setting: Setting, scenario: Scenario) -> Dataset[Any]:
-    """This rank's view of the training samples: they cost what the scenario says."""
+    """Return the training samples, with this rank's loading time in the scenario."""
     sample_s = setting.spec.input_s_per_sample * scenario.input_slowdown(setting.rank)
     return SlowSamples(setting.train, sample_s) if sample_s else setting.train
 
 
 def _loader(spec: RunSpec, samples: Dataset[Any], sampler: DistributedSampler[Any] | None) -> DataLoader[Any]:
-    """The loader of a usual script; workers live as long as it does."""
+    """Return a loader as in a typical script; its workers live as long as it does."""
     return DataLoader(
         samples,
         batch_size=spec.batch_samples,
@@ -170,7 +170,7 @@ def _loader(spec: RunSpec, samples: Dataset[Any], sampler: DistributedSampler[An
 
 
 def _equal_shares(setting: Setting, samples: Dataset[Any], seed: int) -> Callable[[int], Batches]:
-    """Every rank's own equal share of each epoch, as `DistributedSampler` deals it."""
+    """Return a function that gives this rank's equal share of each epoch, divided by `DistributedSampler`."""
     size = int(setting.hvd.size())
     sampler: DistributedSampler[Any] = DistributedSampler(
         samples,
@@ -224,7 +224,7 @@ def _star_job(
     if spec.feeding_of(variant) == "sampler":
         batches = _equal_shares(setting, samples, seed)
     else:
-        cut = spec.microbatches > 1 and variant != "drop" and variant not in spec.modes  # Those run in no fixed mode.
+        cut = spec.microbatches > 1 and variant != "drop" and variant not in spec.modes  # Fixed modes do not cut.
         parts = {"microbatches": spec.microbatches} if cut else {}
         loader = hvd.shard(_loader(spec, samples, None), seed=seed, **parts)
         batches = lambda _: loader  # noqa: E731
@@ -232,7 +232,7 @@ def _star_job(
 
 
 def _log_accuracies(setting: Setting, snapshots: Snapshots, start_monotonic_s: float) -> None:
-    """Put the accuracies into the run log, where there is one, as if they had been worked out while training."""
+    """Write the accuracies to the run log, if there is one, with the times at which their snapshots were taken."""
     from star_hvd.run_log import enabled
 
     if setting.rank or not enabled():
@@ -246,10 +246,10 @@ def _log_accuracies(setting: Setting, snapshots: Snapshots, start_monotonic_s: f
 
 
 def _end(hvd: Any, optimizer: Any) -> None:
-    """End star_hvd: a process normally has one optimizer; here each starts with nothing known and nothing running.
+    """Shut star_hvd down, so that the next training in this process starts without any of its state.
 
-    A process set that was begun on some ranks only would keep all later ones from being made. So the optimizer goes
-    first, on all ranks, and what was still ordered for it has a moment to arrive everywhere.
+    A process set added on only some ranks would block all later ones. So the optimizer is closed first, on all ranks,
+    and orders still on their way to it get a moment to arrive everywhere.
     """
     from star_hvd.runtime import runtime
 
@@ -264,9 +264,9 @@ def _plan(spec: RunSpec, variant: str) -> str:
 
 
 def bring_into_force(hvd: Any, mode: str, place: torch.device = CPU) -> None:
-    """Let a tiny optimizer get the mode ready: server processes take seconds to start, once per job.
+    """Bring the mode into force with a tiny optimizer: starting server processes takes seconds, once per job.
 
-    `sync`, also with batch shares, needs nothing of that.
+    `sync`, also with batch shares, does not need this.
     """
     if mode.startswith("sync"):
         return
@@ -284,7 +284,7 @@ def bring_into_force(hvd: Any, mode: str, place: torch.device = CPU) -> None:
 
 
 def _limits(setting: Setting, scenario: Scenario) -> contextlib.AbstractContextManager[object]:
-    """What makes this rank slow other than a longer device time."""
+    """Return a context that slows this rank by the scenario's means, if that is not a longer device time."""
     spec, slow = setting.spec, scenario.slowdown(setting.rank, 0) > 1.0
     if setting.burns and slow:
         return CpuQuota(spec.quota_cores, spec.quota_period_s)
@@ -346,7 +346,7 @@ def _loop(
 
 
 def _kill_at(spec: RunSpec, scenario: Scenario) -> int:
-    """The batch of a rank after which its parameter server is killed, 0 for none: in the middle of the run."""
+    """Return the batch after which a rank's server is killed, 0 for none: in the middle of the run."""
     if scenario.name != "killed-server":
         return 0
     return max(1, spec.steps // 2)

@@ -1,9 +1,9 @@
 """The simulated twin of a laboratory run: machine constants from one run, then every mode.
 
-Calibrated from the straggler-free run of plain Horovod alone. What its step takes besides the emulated device time is
-the processor's: ranks that wait in a collective of plain Horovod spin, so that work goes at `cores / ranks` of its
-speed; star_hvd's ranks sleep while they wait. Of what is left, a part is each rank's own (`_OWN`: data, forward,
-backward, hooks), the rest a collective's. These are the only assumptions, the same for all modes and scenarios.
+The calibration uses only the straggler-free run of plain Horovod. What its step takes beyond the emulated device time
+is processor time. Ranks that wait in a collective of plain Horovod spin, so work proceeds at `cores / ranks` of its
+speed; star_hvd's ranks sleep while they wait. A part of the remainder is each rank's own (`_OWN`: data, forward,
+backward, hooks), the rest is the collective's. These are the only assumptions, the same for all modes and scenarios.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ _JITTER = 0.06
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """What the straggler-free run tells of the machine.
+    """Machine constants from the straggler-free run.
 
     Attributes:
         own_s: Processor time of a batch.
-        cycle_s: Of a collective.
-        spin_s: What plain Horovod's step takes besides that because waiting ranks spin.
-        epoch_s: What the end of an epoch takes.
+        cycle_s: Processor time of a collective.
+        spin_s: What plain Horovod's step takes in addition because waiting ranks spin.
+        epoch_s: Time of the end of an epoch.
     """
 
     own_s: float
@@ -54,13 +54,13 @@ class Constants:
 
 
 def _typical(run: dict[str, Any]) -> tuple[Any, Any]:
-    """Lengths of the stretches between snapshots, seconds, and the steps in each."""
+    """Return the times between successive snapshots in seconds, and the steps in each interval."""
     times, steps = np.asarray(run["times_s"], dtype=np.float64), np.asarray(run["steps"], dtype=np.float64)
     return np.diff(times), np.maximum(np.diff(steps), 0.0)
 
 
 def undisturbed_s(run: dict[str, Any], step_s: float) -> float:
-    """Training time of a run without the pauses in which the machine did something else.
+    """Return the training time of a run without pauses caused by other load on the machine.
 
     Args:
         run: `train_s`, `times_s` and `steps` of one training.
@@ -72,13 +72,13 @@ def undisturbed_s(run: dict[str, Any], step_s: float) -> float:
 
 
 def straggler_free_s(record: dict[str, Any]) -> float:
-    """Step time of the least disturbed straggler-free run in a file, seconds; infinite where there is none."""
+    """Return the step time of a file's least disturbed straggler-free run in seconds; infinite without one."""
     runs = record.get("variants", {}).get("straggler_free", {}).get("seeds", [])
     return min((float(run["train_s"]) / float(run["global_steps"]) for run in runs), default=math.inf)
 
 
 def calibrate(record: dict[str, Any]) -> Constants:
-    """Constants from the least disturbed straggler-free training of plain Horovod in a file.
+    """Return the constants from the least disturbed straggler-free training of plain Horovod in a file.
 
     Raises:
         ValueError: The file has none.
@@ -93,7 +93,7 @@ def calibrate(record: dict[str, Any]) -> Constants:
     cores, ranks = float(record.get("versions", {}).get("cores", 0) or ranks_of(spec)), float(ranks_of(spec))
     work_s = max(step_s - spec["device_s"], 1e-4)
     passive_s = work_s * min(1.0, cores / ranks)
-    # What the median step leaves of the whole time comes at the ends of epochs.
+    # The time that the median step does not account for is attributed to the ends of epochs.
     whole_s = undisturbed_s(run, step_s)
     epoch_s = max(0.0, whole_s - step_s * run["global_steps"]) / spec["epochs"]
     return Constants(
@@ -105,18 +105,18 @@ def calibrate(record: dict[str, Any]) -> Constants:
 
 
 def ranks_of(spec: dict[str, Any]) -> int:
-    """Ranks of the job."""
+    """Return the number of ranks of the job."""
     return int(spec["ranks"])
 
 
 def batches_of(spec: dict[str, Any]) -> float:
-    """Batches of the whole training, of all ranks."""
+    """Return the batches of the whole training, of all ranks."""
     samples = float(spec["train_samples"]) * float(spec.get("passes") or 1)
     return float(spec["epochs"]) * samples / float(spec["batch_samples"])
 
 
 def plan_of(name: str, spec: dict[str, Any]) -> Plan:
-    """The plan of a mode's name; `plain` is `sync`."""
+    """Return the plan of a mode's name; `plain` is `sync`."""
     n = ranks_of(spec)
     plan = Plan.sync(n) if name in ("plain", "straggler_free") else parse_mode(baseline(name, n - spec["quorum"]), n)
     if plan is None:
@@ -125,10 +125,10 @@ def plan_of(name: str, spec: dict[str, Any]) -> Plan:
 
 
 def twin(record: dict[str, Any], found: Constants, *, plain: bool = False, steps: float = 1e9) -> Scenario:
-    """The simulated scenario of a laboratory run.
+    """Return the simulated scenario of a laboratory run.
 
     Args:
-        record: What `benchmarks.tta` wrote.
+        record: The result that `benchmarks.tta` wrote.
         found: Constants of the machine.
         plain: For plain Horovod, whose waiting ranks spin.
         steps: Synchronous steps to the target.
@@ -173,7 +173,7 @@ def _episodes(means: str, factors: Sequence[float]) -> tuple[Episode, ...]:
 
 
 def simulated_s(scenario: Scenario, plan: Plan, spec: dict[str, Any], found: Constants) -> float:
-    """Time of the whole training: epochs that end when the last batch of the work queue has ended everywhere."""
+    """Return the time of the whole training; an epoch ends when every rank has finished its last batch of the queue."""
     n, job = scenario.world_size, Job(scenario, plan)
     batches = batches_of(spec) / float(spec["epochs"])
     in_hand = n * max(1, plan.local_steps)
@@ -188,14 +188,14 @@ def simulated_s(scenario: Scenario, plan: Plan, spec: dict[str, Any], found: Con
             left = max(0.0, batches - float(account.gradients[0]) + before)
             total_s += job.now_s - begin_s + left * pace_s
             continue
-        # Once the queue is empty whoever has a batch ends it, and the others wait.
+        # Once the queue is empty, ranks finish the batches they have, and the others wait.
         _align(job)
         total_s += job.now_s - begin_s
     return total_s + found.epoch_s * spec["epochs"]
 
 
 def target_steps(record: dict[str, Any]) -> float:
-    """Synchronous steps to the target, from the straggler-free runs; infinite where it was not reached."""
+    """Return the synchronous steps to the target, from the straggler-free runs; infinite if it was not reached."""
     runs = record.get("variants", {}).get("straggler_free", {}).get("seeds", [])
     found = []
     for run in runs:
@@ -207,9 +207,9 @@ def target_steps(record: dict[str, Any]) -> float:
 
 
 def simulated_tta_s(scenario: Scenario, plan: Plan, spec: dict[str, Any], found: Constants) -> float:
-    """Time to the target of a twin made with `steps`, infinite where it is not reached.
+    """Return the time to the target of a twin made with `steps`, infinite if it is not reached.
 
-    How much noise and staleness cost is assumed as for any network (`Network`), not taken from the run.
+    The costs of noise and staleness are the generic ones (`Network`), not taken from the run.
     """
     if not math.isfinite(scenario.network.target_steps):
         return math.inf
@@ -222,7 +222,7 @@ def simulated_tta_s(scenario: Scenario, plan: Plan, spec: dict[str, Any], found:
 
 
 def _align(job: Job) -> None:
-    """All ranks meet at the end of an epoch and begin the next one together, in the same mode."""
+    """Let all ranks meet at the end of an epoch and start the next one together, in the same mode."""
     from scheduler.simulator.job import make_mode
 
     state, machines = job.state, job.state.machines

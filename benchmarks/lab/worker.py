@@ -1,6 +1,6 @@
 """Runs under horovodrun: trains every variant with every seed, one after another, in the same processes.
 
-Rank 0 writes one record per training, and its snapshots, into the run's folder.
+Rank 0 writes one record and its snapshots per training into the run's folder.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ WARM_UP_DEVICE_S = 0.001
 
 
 def progress(**fields: Any) -> None:
-    """Tell the driver how far the run is, in one line on standard output."""
+    """Report progress to the driver in one line on standard output."""
     sys.stdout.write(f"{PROGRESS_MARK}{json.dumps(fields)}\n")
     sys.stdout.flush()
 
 
 def register(run_dir: Path) -> None:
-    """Leave this process's id for the driver, which ends what is left over if the run fails."""
+    """Write this process's id for the driver, which ends remaining processes if the run fails."""
     (run_dir / f"{os.getpid()}.pid").touch()
 
 
 def run_all(setting: Setting, run_dir: Path) -> None:
-    """Train everything, variants in turning order, so that a drift of the machine hits all of them."""
+    """Train everything, alternating the order of the variants, so that a drift of the machine affects all of them."""
     spec = setting.spec
     for variant in spec.variants:  # Fixed modes are brought into force before every training.
         _warm_up(setting, variant)
@@ -54,7 +54,7 @@ def run_all(setting: Setting, run_dir: Path) -> None:
 
 
 def _warm_up(setting: Setting, variant: str) -> None:
-    """A few untimed steps, so that the first seed does not pay for first use."""
+    """Train a few untimed steps, so that the first seed does not pay for one-time costs."""
     spec = setting.spec
     samples = min(spec.train_samples, WARM_UP_STEPS * spec.batch_samples * spec.ranks)
     short = dataclasses.replace(
@@ -72,14 +72,14 @@ def _warm_up(setting: Setting, variant: str) -> None:
 
 
 def write_record(run_dir: Path, record: RunRecord, snapshots: Snapshots) -> None:
-    """Leave a training's record and snapshots for the driver."""
+    """Write a training's record and snapshots for the driver."""
     record.times_s, record.steps = snapshots.times_s, snapshots.steps
     np.savez(run_dir / f"{record.stem}.npz", vectors=np.stack(snapshots.vectors))
     write_json(run_dir / f"{record.stem}.json", record.to_dict())
 
 
 def main(argv: list[str]) -> int:
-    """Train what `spec.json` in the folder `argv[0]` says."""
+    """Train the specification `spec.json` in the folder `argv[0]`."""
     run_dir = Path(argv[0])
     register(run_dir)
     spec = RunSpec.read(run_dir / "spec.json")

@@ -1,1 +1,1 @@
-"""What is slow, stopped or far away: device time, CPU quotas, stopped and killed processes, hosts and their links."""
+"""Slow, stopped and remote resources: device time, CPU quotas, stopped and killed processes, hosts and their links."""

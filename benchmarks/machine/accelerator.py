@@ -1,4 +1,4 @@
-"""Where a benchmark's tensors live and how its steps are timed: on the processor, or on a CUDA device with events."""
+"""Tensor placement and step timing of a benchmark: on the processor, or on a CUDA device with events."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ __all__ = [
 
 CPU = torch.device("cpu")
 DEVICES = ("cpu", "cuda")
-_FIRST_CYCLES = 1_000_000  # Half a millisecond on a present device.
-_LONG_ENOUGH_S = 0.005  # A kernel's launch takes some microseconds; they must not count.
+_FIRST_CYCLES = 1_000_000  # Half a millisecond on a current device.
+_LONG_ENOUGH_S = 0.005  # Makes the few microseconds of a kernel launch negligible.
 _LOOKS = 3
 
 
 class DeviceError(ValueError):
-    """A device that this machine does not have; the message says what is missing."""
+    """This machine lacks the device; the message says what is missing."""
 
 
 class Accelerator(Protocol):
-    """The few things asked of a device; a test has one that only counts."""
+    """The required device operations; tests use a fake that only counts."""
 
     def spin(self, cycles: int) -> None:
-        """Queue a kernel that keeps the device busy for so many cycles of its clock."""
+        """Queue a kernel that keeps the device busy for `cycles` cycles of its clock."""
         ...
 
     def mark(self) -> Any:
@@ -46,11 +46,11 @@ class Accelerator(Protocol):
         ...
 
     def between_s(self, begin: Any, end: Any) -> float:
-        """Time on the device between two events that have happened."""
+        """Return the device time between two completed events."""
         ...
 
     def synchronize(self) -> None:
-        """Wait for everything that is queued."""
+        """Wait for all queued work."""
         ...
 
 
@@ -77,8 +77,8 @@ class Cuda:
 
 
 def calibrate(accelerator: Accelerator) -> float:
-    """Cycles per second of spin kernels; the fastest of a few looks, since other work can only lengthen one."""
-    accelerator.spin(_FIRST_CYCLES)  # The first kernel of a process loads it.
+    """Return the cycles per second of spin kernels: the fastest of a few tries, as other work can only slow one."""
+    accelerator.spin(_FIRST_CYCLES)  # The first launch in a process also loads the kernel.
     cycles = _FIRST_CYCLES
     while (took_s := _spin_s(accelerator, cycles)) < _LONG_ENOUGH_S:
         cycles *= 2
@@ -94,19 +94,19 @@ def _spin_s(accelerator: Accelerator, cycles: int) -> float:
 
 
 class Clock(Protocol):
-    """Times steps that follow one another."""
+    """Times consecutive steps."""
 
     def tick(self) -> None:
-        """A step begins, or the last one ends."""
+        """Mark the start of a step or the end of the last one."""
         ...
 
     def steps_s(self) -> list[float]:
-        """Times between the ticks so far, which are forgotten."""
+        """Return the times between the ticks so far and clear them."""
         ...
 
 
 class WallClock:
-    """For steps that have ended when their last call returns."""
+    """Clock for steps that are complete when their last call returns."""
 
     def __init__(self) -> None:
         self._ticks: list[float] = []
@@ -122,7 +122,7 @@ class WallClock:
 
 
 class EventClock:
-    """For steps whose kernels are still running when their last call returns: times are those of the device."""
+    """Clock for steps whose kernels still run when their last call returns; times are those of the device."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -140,15 +140,15 @@ class EventClock:
 
 
 def make_clock(kind: str, accelerator: Accelerator | None = None) -> Clock:
-    """The clock that fits a device."""
+    """Make the clock that fits a device."""
     return WallClock() if kind == "cpu" else EventClock(accelerator or Cuda())
 
 
 def check_device(kind: str) -> None:
-    """Whether this machine has such a device.
+    """Check that this machine has such a device.
 
     Raises:
-        DeviceError: It has not.
+        DeviceError: It does not.
     """
     if kind not in DEVICES:
         raise DeviceError(f"--device is {kind!r}; expected one of {', '.join(DEVICES)}")
@@ -159,7 +159,7 @@ def check_device(kind: str) -> None:
 
 
 def place_of(kind: str, local_rank: int) -> torch.device:
-    """Where a rank's tensors go; it becomes the process's current device. Ranks share devices where there are fewer.
+    """Return the device of a rank's tensors and make it current; ranks share devices if there are fewer than ranks.
 
     Raises:
         DeviceError: This machine has no such device.

@@ -1,9 +1,9 @@
-"""Device time: the part of a step in which a real job's accelerator works. Emulated, or spent on a real one.
+"""Device time: the part of a step in which a real job's accelerator computes. Emulated, or spent on a real one.
 
 A step of b samples takes `fixed + per sample * b` at normal speed and `slowdown` times as long on a slow rank. A
-`LayerClock` spends it layer by layer: a layer's part of the forward pass when the layer has been called, its part of
-the backward pass just before its gradients are computed. So gradients of the last layers are there, and travel, while
-the first layers still work; a smaller batch or a micro-batch costs less.
+`LayerClock` spends it layer by layer: a layer's share of the forward pass after the layer was called, its share of the
+backward pass just before its gradients are computed. So gradients of the last layers are ready and sent while the
+first layers still compute, and a smaller batch or a micro-batch costs less.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from benchmarks.machine.accelerator import Accelerator, Cuda, calibrate
 
 __all__ = ["BurnDevice", "Device", "DeviceTime", "LayerClock", "SleepDevice", "SpinDevice", "make_device"]
 
-BURN_SIZE = 96  # a product of two 96 x 96 matrices takes about 0.05 ms: fine steps, outside the interpreter lock
-FORWARD_PART = 1.0 / 3.0  # Backward computes two products per layer, of inputs and of weights, forward one.
-LONGEST_CREDIT_S = 0.002  # How much longer than asked for a sleep may be and still be taken off the next one.
+BURN_SIZE = 96  # A product of two 96 x 96 matrices takes about 0.05 ms and releases the interpreter lock.
+FORWARD_PART = 1.0 / 3.0  # Backward computes two products per layer, for inputs and for weights; forward one.
+LONGEST_CREDIT_S = 0.002  # Longest overshoot of a sleep that is subtracted from the next one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +33,22 @@ class DeviceTime:
     """What a step costs at normal speed.
 
     Attributes:
-        fixed_s: Of every forward and backward pass, whatever the batch.
-        per_sample_s: Of every sample on top.
+        fixed_s: Time of every forward and backward pass, independent of the batch.
+        per_sample_s: Additional time per sample.
     """
 
     fixed_s: float
     per_sample_s: float
 
     def of(self, samples: int) -> float:
-        """Seconds of one forward and backward pass over so many samples."""
+        """Return the seconds of one forward and backward pass over `samples` samples."""
         return self.fixed_s + self.per_sample_s * samples
 
 
 class Device(ABC):
-    """Spends time as a device at work does."""
+    """Spends time as a busy device does."""
 
-    #: Whether a slowdown makes the time longer; not where something else slows the device.
+    #: Whether a slowdown multiplies the time; False if the device is slowed by other means.
     slowed_by_factor = True
 
     @abstractmethod
@@ -57,10 +57,10 @@ class Device(ABC):
 
 
 class SleepDevice(Device):
-    """Sleeps, so that many ranks fit on few cores and the time does not depend on who else uses them.
+    """Sleeps, so that many ranks fit on few cores and the time does not depend on other load.
 
-    What the system lets a sleep last longer is taken off the next one, so that many short sleeps add up to what was
-    asked for; a longer interruption is not.
+    If a sleep overshoots slightly, the excess is subtracted from the next one, so many short sleeps add up to the time
+    asked for; longer interruptions are not compensated.
     """
 
     def __init__(self) -> None:
@@ -91,9 +91,9 @@ class BurnDevice(Device):
 
 
 class SpinDevice(Device):
-    """Queues a kernel that keeps the accelerator busy, among the network's own.
+    """Queues a kernel that keeps the accelerator busy, between the network's own.
 
-    It returns at once, as a kernel's launch does: that a rank is slow shows on its device only.
+    It returns at once, as a kernel launch does: a rank's slowness shows only on its device.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -108,12 +108,12 @@ class SpinDevice(Device):
 
 
 def make_device(kind: str, *, burns: bool = False, accelerator: Accelerator | None = None) -> Device:
-    """What spends the device time.
+    """Make the device that spends the device time.
 
     Args:
         kind: `cpu`, where device time is emulated, or `cuda`.
         burns: Whether it uses the processor instead of sleeping; on `cpu` only.
-        accelerator: Instead of the current CUDA device.
+        accelerator: Used instead of the current CUDA device.
     """
     if kind == "cuda":
         return SpinDevice(accelerator or Cuda())
@@ -121,13 +121,13 @@ def make_device(kind: str, *, burns: bool = False, accelerator: Accelerator | No
 
 
 class LayerClock:
-    """Spends device time in the layers of one model, from its making to `close`.
+    """Spends device time in the layers of one model, from its construction to `close`.
 
     Args:
-        model: Its batches come first in the layers' outputs; nothing is spent in a forward pass without gradients.
+        model: The first dimension of its input is the batch. A forward pass without gradients spends nothing.
         device: Spends the time.
-        device_time: Of a step.
-        shares: Part of each layer in a pass, adding up to 1.
+        device_time: Device time of a step.
+        shares: Each layer's share of a pass, adding up to 1.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class LayerClock:
         self.close()
 
     def close(self) -> None:
-        """Let the model go."""
+        """Remove all hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -155,7 +155,7 @@ class LayerClock:
         self._samples = len(inputs[0])
 
     def _hook(self, share: float) -> Any:
-        """What a layer with this part of the passes does when it was called."""
+        """Return the forward hook of a layer that has this share of the passes."""
 
         def called(_: nn.Module, inputs: object, returned: Any) -> None:
             output = first_tensor(returned)
@@ -164,7 +164,7 @@ class LayerClock:
             pass_s = share * self._time.of(self._samples) * (self.slowdown if self._device.slowed_by_factor else 1.0)
             self._device.spend(FORWARD_PART * pass_s)
 
-            def arrived(_: torch.Tensor) -> None:  # The gradient of the output: the layer's own comes next.
+            def arrived(_: torch.Tensor) -> None:  # Gradient of the output; the layer's own gradients follow.
                 self._device.spend((1.0 - FORWARD_PART) * pass_s)
 
             output.register_hook(arrived)

@@ -1,4 +1,4 @@
-"""Stops one process again and again (SIGSTOP): a helper beside the rank that freezes."""
+"""Stops one process repeatedly (SIGSTOP): a helper process for a rank that freezes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ GO = b"go\n"
 
 
 class Freezer:
-    """Freezes this process for a part of every period while inside the `with` block.
+    """Freezes this process for part of every period while inside the `with` block.
 
-    The helper begins with a time in which the process runs, and never leaves it stopped: it continues it when the
-    block ends, when its pipe closes, and before it ends itself.
+    The first part of a period is unfrozen. The helper never leaves the process stopped: it continues it when the block
+    ends, when its pipe closes, and before the helper itself ends.
 
     Args:
-        freeze_s: How long the process stands still.
+        freeze_s: How long the process is stopped per period.
         every_s: Length of a period.
     """
 
     def __init__(self, freeze_s: float, every_s: float) -> None:
         if not 0.0 < freeze_s < every_s:
             raise ValueError(f"stopped {freeze_s} s in every {every_s} s; expected more than 0 and less than all of it")
-        # Started here, outside what is timed: a Python process takes a moment.
+        # Started here, outside the timed part: starting a Python process takes a moment.
         self._helper = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.machine.freezer", str(os.getpid()), str(freeze_s), str(every_s)],
             stdin=subprocess.PIPE,
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     try:
         while not _closed(next_s - time.monotonic()):
             os.kill(pid, signal.SIGSTOP)
-            # The process cannot end the block while it is stopped, but its job may be ended by others.
+            # The process cannot end the block while it is stopped, but others may end its job.
             _closed(freeze_s)
             os.kill(pid, signal.SIGCONT)
             next_s += every_s
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 
 def _closed(wait_s: float) -> bool:
-    """Wait, at most until the pipe is closed; whether it is."""
+    """Wait for at most `wait_s` until the pipe is closed; return whether it is."""
     ready, _, _ = select.select([0], [], [], max(0.0, wait_s))
     return bool(ready) and not os.read(0, 1)
 

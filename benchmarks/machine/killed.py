@@ -1,4 +1,4 @@
-"""What the death of a process costs: the kill itself, the time between steps around it, and steps that are gone."""
+"""The cost of a process's death: the kill itself, the time between steps around it, and lost steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["Watch", "kill_server"]
 
 
 class Watch:
-    """Watches this rank's steps from a death on.
+    """Watches this rank's steps from a kill on.
 
     Attributes:
-        killed: Processes that were killed, as far as this rank did it.
-        recovery_s: Longest time between two steps since the death, the first of them before it.
-        lost_steps: How far the count of steps went back.
+        killed: Processes that this rank killed.
+        recovery_s: Longest time between two steps since the kill, the first of them before it.
+        lost_steps: How far the step count went back.
     """
 
     def __init__(self) -> None:
@@ -29,15 +29,15 @@ class Watch:
         self._most = 0
 
     def begin(self) -> None:
-        """From here on gaps count: a process is about to be killed, on whatever rank."""
+        """Start counting gaps: a process is about to be killed, on any rank."""
         self._watching = True
 
     def end(self) -> None:
-        """Gaps count no more; steps that have to be made again still do."""
+        """Stop counting gaps; repeated steps are still counted."""
         self._watching = False
 
     def step(self, number: int) -> None:
-        """A step has ended, after which the count of steps is `number`."""
+        """Record the end of a step, after which the step count is `number`."""
         now_s = time.perf_counter()
         if self._watching:
             self.recovery_s = max(self.recovery_s, now_s - self._last_s)
@@ -46,7 +46,7 @@ class Watch:
 
 
 def kill_server() -> int:
-    """Kill the parameter server that this rank runs, if any; returns how many processes that were."""
+    """Kill the parameter server processes that this rank runs, if any; return how many."""
     servers = [child for child in psutil.Process().children(recursive=True) if child.name() == SERVER_NAME]
     for server in servers:
         server.kill()

@@ -1,4 +1,4 @@
-"""Rates of the hosts' links while a job runs: ranks ask, the driver, which is outside the namespaces, sets them."""
+"""Changes link rates during a job: ranks send requests, and the driver, outside the namespaces, applies them."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ ASK_DEADLINE_S = 30.0
 
 
 class LinkRates:
-    """Answers the job's wishes for the rate of the last host's link, as long as the `with` block lasts.
+    """Serves the job's requests for the rate of the last host's link, inside the `with` block.
 
     Args:
         network: The hosts.
-        run_dir: Folder of the run, in which wishes are left.
+        run_dir: Folder of the run, in which requests are written.
     """
 
     def __init__(self, network: Network, run_dir: Path) -> None:
@@ -46,10 +46,10 @@ class LinkRates:
 
 
 def ask_for_rate(run_dir: Path, bits_per_s: float) -> None:
-    """Have the last host's link rated; by one rank, which returns once it is.
+    """Request a rate for the last host's link and wait until it is set; called by one rank.
 
     Raises:
-        NetworkError: It could not be done, or nobody answered.
+        NetworkError: The rate could not be set, or nobody answered.
     """
     wish = run_dir / f"rate-{round(bits_per_s)}-{time.monotonic_ns()}.wish"
     wish.touch()

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces on a bridge, every link with a rate of its own, removed afterwards."""
+"""Hosts on one machine: network namespaces on a bridge with a rate limit per link, removed afterwards."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ import psutil
 
 __all__ = ["INTERFACE", "Host", "Network", "NetworkError", "burst_bytes", "check_tools", "hosts_text", "stale_names"]
 
-INTERFACE = "e0"  # of every host, inside its namespace
+INTERFACE = "e0"  # Of every host, inside its namespace.
 PREFIX = "slab"
 NAMES = re.compile(rf"{PREFIX}([0-9a-f]+)(?:[-v]\d+)?")
 SETTINGS = Path("/etc/netns")
 COMMAND_DEADLINE_S = 20.0
-# The kernel refills a token bucket at least 250 times a second; a bucket smaller than one refill loses rate.
+# The kernel refills a token bucket at least 250 times a second; a bucket smaller than one refill lowers the rate.
 REFILLS_PER_S = 250
-LEAST_BURST_BYTES = 64 * 1024  # one segmentation-offload packet
+LEAST_BURST_BYTES = 64 * 1024  # One segmentation-offload packet.
 QUEUE_MS = 50
 
 
 class NetworkError(RuntimeError):
-    """No rated links can be had here; the message says why."""
+    """Rate-limited links are unavailable here; the message says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Host:
         name: Host name, known inside all namespaces.
         namespace: Name of the network namespace.
         address: IPv4 address of its interface.
-        outer: Name of the other end of its link, at the bridge.
+        outer: Name of the bridge-side end of its link.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Host:
 
 
 def check_tools() -> None:
-    """See whether namespaces can be had at all.
+    """Check that namespaces are available.
 
     Raises:
         NetworkError: Not root, or a program is missing.
@@ -60,18 +60,18 @@ def check_tools() -> None:
 
 
 def burst_bytes(bits_per_s: float) -> int:
-    """Bucket of the token bucket filter: two refills of the kernel, at least one large packet."""
+    """Return the size of the token bucket filter: two refills of the kernel, at least one large packet."""
     return max(LEAST_BURST_BYTES, round(2 * bits_per_s / 8 / REFILLS_PER_S))
 
 
 def hosts_text(own: Host, hosts: list[Host]) -> str:
-    """The hosts file of a namespace; the machine's own name is the namespace's address there."""
+    """Return the hosts file of a namespace; there the machine's own name resolves to the namespace's address."""
     lines = ["127.0.0.1 localhost", f"{own.address} {socket.gethostname()}"]
     return "".join(f"{line}\n" for line in [*lines, *(f"{host.address} {host.name}" for host in hosts)])
 
 
 def stale_names(names: list[str]) -> list[str]:
-    """Those of `names` that a driver of this laboratory made which is not running any more."""
+    """Return those of `names` that were made by a driver of this laboratory which no longer runs."""
     found = []
     for name in names:
         match = NAMES.fullmatch(name)
@@ -81,21 +81,21 @@ def stale_names(names: list[str]) -> list[str]:
 
 
 class Network:
-    """Hosts with rated links, as long as the `with` block lasts.
+    """Hosts with rate-limited links, inside the `with` block.
 
-    Both directions of a link are rated. A run that was killed before it could remove its namespaces is cleaned up
-    after by the next one.
+    Both directions of a link are limited. If a run was killed before it could remove its namespaces, the next run
+    removes them.
     """
 
     def __init__(self, hosts: int, bits_per_s: float) -> None:
-        """Choose names and addresses; nothing is made yet.
+        """Choose names and addresses; nothing is created yet.
 
         Args:
-            hosts: How many.
+            hosts: Number of hosts.
             bits_per_s: Rate of every link until `set_rate`.
         """
         tag = f"{PREFIX}{os.getpid():x}"
-        # 198.18.0.0/15 is set aside for measurements of networks (RFC 2544): it is nobody's address.
+        # 198.18.0.0/15 is reserved for network benchmarks (RFC 2544), so it collides with no real address.
         subnet = f"198.{18 + os.getpid() // 256 % 2}.{os.getpid() % 256}"
         self.bridge, self.gateway = tag, f"{subnet}.254"
         self.hosts = [
@@ -133,7 +133,7 @@ class Network:
         self._rate(host, "add", self._bits_per_s)
 
     def set_rate(self, index: int, bits_per_s: float) -> None:
-        """Rate of both directions of a host's link, from now on."""
+        """Set the rate of both directions of a host's link."""
         self._rate(self.hosts[index], "change", bits_per_s)
 
     def _rate(self, host: Host, verb: str, bits_per_s: float) -> None:
@@ -143,7 +143,7 @@ class Network:
             _run("tc", *options, "qdisc", verb, "dev", device, *shape)
 
     def __exit__(self, *_: object) -> None:
-        """Remove everything, also what was made only in part."""
+        """Remove everything, even if it was created only in part."""
         for host in self.hosts:
             _end_inside(host.namespace)
             _remove_namespace(host.namespace)
@@ -152,7 +152,7 @@ class Network:
 
 
 def _end_inside(namespace: str) -> None:
-    """End what still runs in a namespace of ours: it was started by a job that is over."""
+    """Kill the processes still running in a namespace of ours, left by a job that has ended."""
     for text in _ip("netns", "pids", namespace, check=False).split():
         try:
             psutil.Process(int(text)).kill()
@@ -165,7 +165,7 @@ def _remove_namespace(namespace: str) -> None:
     shutil.rmtree(SETTINGS / namespace, ignore_errors=True)
     try:
         SETTINGS.rmdir()
-    except OSError:  # others have theirs in it, or it is not there
+    except OSError:  # It is missing, or holds entries of others.
         pass
 
 

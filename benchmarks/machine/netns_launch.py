@@ -1,4 +1,4 @@
-"""Starts a job with one rank, or several, per network namespace, as `horovodrun --gloo` does on hosts.
+"""Starts a job with one or more ranks per network namespace, as `horovodrun --gloo` does on hosts.
 
 `horovodrun` reaches other hosts by ssh; a namespace is entered by `ip netns exec`. Everything else is Horovod's own
 launcher: rendezvous server, environment of the ranks, end of all ranks at the first error.
@@ -27,19 +27,19 @@ Outcome = tuple[int, float]
 
 
 def write_plan(path: Path, network: Network, each: int = 1) -> None:
-    """Tell the launcher which namespaces there are, and how many ranks each has."""
+    """Write the launcher's plan: the namespaces, and the number of ranks in each."""
     plan = {"each": each, "gateway": network.gateway, "hosts": [dataclasses.asdict(host) for host in network.hosts]}
     path.write_text(json.dumps(plan), encoding="utf-8")
 
 
 def netns_command(plan: Path, module: str, *arguments: str) -> list[str]:
-    """The command that runs `python -m module arguments` on the namespaces of the plan."""
+    """Return the command that runs `python -m module arguments` in the namespaces of the plan."""
     launcher = [sys.executable, "-m", "benchmarks.machine.netns_launch", str(plan)]
     return [*launcher, sys.executable, "-m", module, *arguments]
 
 
 def _executor(hosts: Sequence[Host]) -> Callable[[str, Any, list[threading.Event]], Outcome]:
-    """What Horovod's launcher calls, on a thread per rank, to run a rank's command."""
+    """Return the function that Horovod's launcher calls, on a thread per rank, to run a rank's command."""
     from horovod.runner.common.util import safe_shell_exec
 
     failed, named = threading.Event(), {host.name: host for host in hosts}
@@ -56,7 +56,7 @@ def _executor(hosts: Sequence[Host]) -> Callable[[str, Any, list[threading.Event
 
 
 def main(argv: list[str]) -> int:
-    """Run the command on all hosts of the plan; exit status 1 where a rank failed."""
+    """Run the command on all hosts of the plan; exit status 1 if a rank failed."""
     from horovod.runner.gloo_run import launch_gloo
 
     plan, command = json.loads(Path(argv[0]).read_text(encoding="utf-8")), argv[1:]

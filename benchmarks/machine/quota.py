@@ -23,8 +23,8 @@ class CpuGroup:
 
     Attributes:
         version: 1 or 2.
-        path: Where children are made.
-        home: Where this process is now and goes back to.
+        path: Where children are created.
+        home: The current group of this process, to which it returns.
     """
 
     version: int
@@ -33,7 +33,7 @@ class CpuGroup:
 
 
 def own_group(proc_text: str, controller: str) -> str | None:
-    """The group of this process for `controller` ("" for version 2), from the text of /proc/self/cgroup."""
+    """Return this process's group for `controller` ("" for version 2), given the text of /proc/self/cgroup."""
     for line in proc_text.splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if (controller == "" and controllers == "") or (controller and controller in controllers.split(",")):
@@ -46,7 +46,7 @@ def find_cpu_group(
     proc: Path = PROC_CGROUP,
     writable: Callable[[Path], bool] = lambda path: os.access(path, os.W_OK),
 ) -> CpuGroup:
-    """Find a group below which a child with a CPU quota can be made.
+    """Find a group in which a child with a CPU quota can be created.
 
     Args:
         root: Where control groups are mounted.
@@ -54,7 +54,7 @@ def find_cpu_group(
         writable: Whether a path can be written; replaced in tests.
 
     Raises:
-        QuotaError: None found, with what is missing.
+        QuotaError: None was found; the message says what is missing.
     """
     try:
         text = proc.read_text(encoding="utf-8")
@@ -82,7 +82,7 @@ def _version_2(root: Path, own: str, writable: Callable[[Path], bool]) -> CpuGro
     home = root / own.lstrip("/")
     if not home.is_dir():
         home = root
-    # Version 2 allows processes in leaves only, so the new group is made beside ours, not inside.
+    # Version 2 allows processes only in leaves, so the new group is created beside ours, not inside.
     parent = home if home == root else home.parent
     for path in (parent, root):
         control = path / "cgroup.subtree_control"
@@ -97,18 +97,18 @@ def _version_2(root: Path, own: str, writable: Callable[[Path], bool]) -> CpuGro
 
 
 class CpuQuota:
-    """Limits this process, all its threads, to a part of one core while inside the `with` block."""
+    """Limits this process, with all its threads, to part of one core while inside the `with` block."""
 
     def __init__(self, cores: float, period_s: float, group: CpuGroup | None = None) -> None:
         """Prepare the limit; nothing is changed yet.
 
         Args:
             cores: Allowed share, 0.25 for a quarter of one core.
-            period_s: Length of an accounting period: once its share is used, the process stands still until
+            period_s: Length of an accounting period: once its share is used, the process is stopped until
                 the period ends. Containers use 0.1.
-            group: Where to make the group; found by itself when left out.
+            group: Where to create the group; found automatically if omitted.
         """
-        self._quota_us = max(1000, round(cores * period_s * 1e6))  # the kernel takes no less than 1 ms
+        self._quota_us = max(1000, round(cores * period_s * 1e6))  # The kernel's minimum is 1 ms.
         self._period_us = round(period_s * 1e6)
         self._group = group or find_cpu_group()
         self._path = self._group.path / f"straggler-{os.getpid()}"
@@ -131,5 +131,5 @@ class CpuQuota:
         try:
             (self._group.home / "cgroup.procs").write_text(str(os.getpid()))
             self._path.rmdir()
-        except OSError:  # the group stays behind, empty; the run is not worth less for it
+        except OSError:  # An empty group remains, which does not affect the result.
             pass

@@ -1,8 +1,8 @@
-"""Strangers at a port, in a process of their own: `python -m benchmarks.machine.strangers KIND COUNT HOST PORT`.
+"""Crowds of strangers at a port, from another process: `python -m benchmarks.machine.strangers KIND COUNT HOST PORT`.
 
-As many connections as `COUNT` are kept open at once; one that is closed is made again at once. It says `ready` when
-each was made once, and ends when its standard input does, with the number of connections it has made. `KIND` `listen`
-is not a crowd but `COUNT` ports that do the least that a socket can do for a crowd.
+It keeps `COUNT` connections open and immediately replaces a closed one. It prints `ready` once each was opened, ends
+when its standard input closes, and then prints the number of connections it made. With `KIND` `listen` it instead opens
+`COUNT` ports that do the least work a listening socket can do for a crowd.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Iterable, Iterator, Sequence
 __all__ = ["KINDS", "idle_listeners", "strangers"]
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(15) + bytes(32)
-FLOOD = GREETING + b"\x06" + (1 << 20).to_bytes(8, "big")  # Then as many bytes of a command.
+FLOOD = GREETING + b"\x06" + (1 << 20).to_bytes(8, "big")  # Announces a command of 1 MiB.
 KINDS = {
     "silent": (b"", b""),
-    "slow": (GREETING[:30], b""),  # It stops in the middle of its greeting.
+    "slow": (GREETING[:30], b""),  # Stops in the middle of the greeting.
     "greeting": (GREETING, b""),
     "junk": (b"GET / HTTP/1.1\r\n\r\n" + bytes(range(256)) * 200, b"\0" * 65536),
     "flood": (FLOOD, b"\0" * 65536),
@@ -52,7 +52,7 @@ class _Crowd:
         self.selector.register(end, selectors.EVENT_READ | selectors.EVENT_WRITE, self.first)
 
     def run(self, limit_s: float) -> None:
-        """Everything that is due within a moment."""
+        """Handle the sockets that are ready within `limit_s`."""
         for key, events in self.selector.select(limit_s):
             end = key.fileobj
             assert isinstance(end, socket.socket)
@@ -75,7 +75,7 @@ class _Crowd:
 
 
 class _Listeners:
-    """Ports where everybody is let in and nobody heard: each keeps 16 connections, and discards what they send."""
+    """Ports that accept every connection: each keeps the latest 16 and discards what they send."""
 
     def __init__(self, count: int) -> None:
         self.selector = selectors.DefaultSelector()
@@ -91,7 +91,7 @@ class _Listeners:
         for key, _ in self.selector.select(limit_s):
             end = key.fileobj
             assert isinstance(end, socket.socket)
-            with contextlib.suppress(OSError, ValueError):  # Closed a moment ago.
+            with contextlib.suppress(OSError, ValueError):  # Just closed.
                 if end in self._kept:
                     self._accept(end)
                 else:
@@ -108,7 +108,7 @@ class _Listeners:
 
 
 def stand(kind: str, count: int, host: str, port: int) -> None:
-    """Stand at the port, or behind ports, until standard input ends."""
+    """Keep the connections, or the ports, open until standard input ends."""
     crowd = _Listeners(count) if kind == LISTEN else _Crowd(kind, count, (host, port))
     watch = selectors.DefaultSelector()
     watch.register(sys.stdin.fileno(), selectors.EVENT_READ)
@@ -126,7 +126,7 @@ def stand(kind: str, count: int, host: str, port: int) -> None:
 
 @contextlib.contextmanager
 def _process(kind: str, count: int, host: str, port: int, cpus: Iterable[int]) -> Iterator[subprocess.Popen[str]]:
-    """The process, once it is ready; it is asked to end behind the block."""
+    """Start the process and wait until it is ready; its standard input is closed at the end of the block."""
     command = [sys.executable, "-m", "benchmarks.machine.strangers", kind, str(count), host, str(port)]
     bound = set(cpus)
 
@@ -146,7 +146,7 @@ def _process(kind: str, count: int, host: str, port: int, cpus: Iterable[int]) -
 
 @contextlib.contextmanager
 def strangers(kind: str, count: int, host: str, port: int, cpus: Iterable[int] = ()) -> Iterator[list[int]]:
-    """A crowd at a port, on some of the processors; the list gets the number of connections it made, at its end."""
+    """Keep a crowd at a port, on the given processors; at its end the list receives its number of connections."""
     made: list[int] = []
     with contextlib.ExitStack() as stack:
         process = stack.enter_context(_process(kind, count, host, port, cpus))
@@ -161,7 +161,7 @@ def strangers(kind: str, count: int, host: str, port: int, cpus: Iterable[int] =
 
 @contextlib.contextmanager
 def idle_listeners(count: int, cpus: Iterable[int] = ()) -> Iterator[list[tuple[str, int]]]:
-    """Ports in another process, at which a crowd costs as little as it can; their addresses."""
+    """Open ports in another process, where a crowd costs as little as possible; yield their addresses."""
     with _process(LISTEN, count, "127.0.0.1", 0, cpus) as process:
         assert process.stdin is not None and process.stdout is not None
         try:

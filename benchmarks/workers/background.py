@@ -1,4 +1,4 @@
-"""A rank of `benchmarks.background`: a network of equal layers, and the times of its steps."""
+"""A rank of `benchmarks.background`: a network of equal layers, and its step times."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ __all__ = ["LAYERS", "main"]
 LAYERS = 8
 BATCH = 4
 LONGEST_WARM_UP_S = 30.0  # Until the mode is in force.
-SETTLING = 10  # Steps of it that are not timed: buffers and connections are made in the first.
+SETTLING = 10  # Untimed first steps of the mode, in which buffers and connections are made.
 
 
 def make_model(mbytes: float) -> nn.Sequential:
-    """Linear layers without bias whose gradients have `mbytes` 10^6 bytes in float32."""
+    """Make linear layers without bias whose gradients have `mbytes` 10^6 bytes in float32."""
     width = round(math.sqrt(1e6 * mbytes / 4 / LAYERS))
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
 
 
 def _mode(spec: dict[str, Any]) -> str | Plan:
-    """The mode; servers on all hosts, where the plan does not say and the links' rates are not known yet."""
+    """Return the mode; `ps` gets servers on all hosts, since the link rates for their placement are still unknown."""
     plan = parse_mode(spec["mode"], int(hvd.size()))
     if plan is None or plan.family != "ps":
         return str(spec["mode"])
@@ -42,17 +42,17 @@ def _mode(spec: dict[str, Any]) -> str | Plan:
 
 
 def _background(spec: dict[str, Any]) -> bool | None:
-    """What is compared: with and without in a mode of ours, left to the scheduler and without in `auto`."""
+    """Return the compared setting: on or off in a fixed mode, the scheduler's choice (None) or off in `auto`."""
     return None if spec["background"] and spec["mode"] == "auto" else bool(spec["background"])
 
 
 def _in_force(spec: dict[str, Any], plan: Plan) -> bool:
-    """Whether the mode that is measured has come; `auto` goes to servers in the end, if at all."""
+    """Whether the measured mode is in force; `auto` is expected to switch to servers, if at all."""
     return plan.family == "ps" if spec["mode"] == "auto" else plan.mode != "sync"
 
 
 def _step(model: nn.Sequential, optimizer: Any, inputs: torch.Tensor) -> tuple[float, float]:
-    """One step; its time and what of it was spent in `step()`."""
+    """Make one step; return its time and the part spent in `step()`."""
     began_s = time.monotonic()
     optimizer.zero_grad()
     model(inputs).square().mean().backward()
@@ -63,7 +63,7 @@ def _step(model: nn.Sequential, optimizer: Any, inputs: torch.Tensor) -> tuple[f
 
 
 def main(folder: Path) -> None:
-    """Train; one rank writes the times of its steps into `folder`."""
+    """Train; one rank writes its step times into `folder`."""
     spec = json.loads((folder / "spec.json").read_text(encoding="utf-8"))
     if not spec["sets"]:
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "0"
@@ -91,7 +91,7 @@ def main(folder: Path) -> None:
         times = [_step(model, optimizer, inputs) for _ in range(spec["steps"])]
         total_s = time.monotonic() - began_s
         updates = engine.step - began
-    if hvd.rank() == (hvd.size() - 1 if spec["mode"].startswith("subgroup") else 0):  # There the last is a child.
+    if hvd.rank() == (hvd.size() - 1 if spec["mode"].startswith("subgroup") else 0):  # The last rank is a child there.
         report = hvd.report()
         found = {
             "mode": engine.plan.label,

@@ -1,6 +1,6 @@
-"""Runs under horovodrun: times the steps of plain Horovod and star_hvd in alternating blocks, nobody slow.
+"""Runs under horovodrun: times the steps of plain Horovod and star_hvd in alternating blocks, with no straggler.
 
-With `--feed loader` a block is an epoch, and its steps include getting the samples: plain Horovod is fed by a
+With `--feed loader` a block is an epoch, and its steps include loading the samples: plain Horovod is fed by a
 `DataLoader` with `DistributedSampler`, star_hvd by `hvd.shard` of the same `DataLoader`.
 """
 
@@ -27,7 +27,7 @@ from benchmarks.machine.accelerator import CPU, make_clock, place_of
 from benchmarks.machine.device import DeviceTime, LayerClock, make_device
 
 WARM_UP_STEPS = 20
-SKIPPED_STEPS = 2  # of every block: the first one waits for whoever left the last block late
+SKIPPED_STEPS = 2  # Of every block: the first one waits for ranks that left the last block late.
 LEARNING_RATE = 0.01
 BATCH_SAMPLES = 16
 FEEDS = ("fixed", "loader")
@@ -41,12 +41,12 @@ class Side:
     optimizer: Any
 
     def step(self, x: torch.Tensor, y: torch.Tensor, work_s: float = 0.0) -> None:
-        """One training step.
+        """Make one training step.
 
         Args:
             x: Samples.
             y: Their classes.
-            work_s: Between backward and the step of the optimizer: logging, or clipping over a slow device.
+            work_s: Pause between backward and the optimizer's step, as for logging or clipping on a slow device.
         """
         self.optimizer.zero_grad()
         nn.functional.cross_entropy(self.model(x), y).backward()
@@ -56,7 +56,7 @@ class Side:
 
 
 def make_side(hvd: Any, dataset: str, place: torch.device = CPU, network: str = "usual", **options: Any) -> Side:
-    """A fresh model, the same on both sides and all ranks, with `hvd`'s optimizer."""
+    """Make a new model, the same on both sides and all ranks, with `hvd`'s optimizer."""
     torch.manual_seed(0)
     model = make_network(dataset, network=network).to(place)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
@@ -65,7 +65,7 @@ def make_side(hvd: Any, dataset: str, place: torch.device = CPU, network: str = 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What blocks are made of."""
+    """Add the options that define a block."""
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--blocks", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
@@ -78,10 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def alternate(
     args: argparse.Namespace, sides: Mapping[str, Side], dataset: str, *, rank: int, size: int, warm_up: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Train two sides in turn, block by block, each beginning every other pair of blocks.
+    """Train two sides in alternating blocks; the side that starts alternates from pair to pair.
 
     Returns:
-        Of every side's blocks the time of each step in seconds (`times_s`) and when the block ended (`ended_unix_s`).
+        For every block of a side, the time of each step in seconds (`times_s`) and the end of the block
+        (`ended_unix_s`).
     """
     place = next(next(iter(sides.values())).model.parameters()).device
     mine = slice(rank * BATCH_SAMPLES, (rank + 1) * BATCH_SAMPLES)
@@ -103,7 +104,7 @@ def alternate(
 
 
 def spend_device_time(args: argparse.Namespace, sides: Mapping[str, Side], x: torch.Tensor) -> None:
-    """From now on the layers of both sides take device time; a usual batch that of `--device-ms`."""
+    """Make the layers of both sides spend device time from now on: `--device-ms` for a full batch."""
     fixed_s = args.device_fixed_ms / 1000.0
     device_time = DeviceTime(
         fixed_s=fixed_s, per_sample_s=(args.device_ms / 1000.0 - fixed_s) / BATCH_SAMPLES
@@ -116,7 +117,7 @@ def spend_device_time(args: argparse.Namespace, sides: Mapping[str, Side], x: to
 def in_turns(
     blocks: int, names: list[str], block: Callable[[str, int], list[float]], rank: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Let each name have so many blocks, in turns; step times and end of each."""
+    """Run `blocks` blocks per name, alternating; return step times and end of each."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
     for index in range(blocks):
         for name in names if index % 2 == 0 else reversed(names):
@@ -128,10 +129,10 @@ def in_turns(
 
 
 def alternate_epochs(args: argparse.Namespace, sides: Mapping[str, Side], hvd: Any) -> dict[str, list[dict[str, Any]]]:
-    """Train both sides in turn on whole epochs, each fed by its own loader.
+    """Train both sides on alternating whole epochs, each fed by its own loader.
 
-    A rank's first block is not counted: workers start in it. Every step of a block counts as the mean of the block,
-    since what a loader has ready at its beginning it lacks later.
+    A rank's first block is not counted, since loader workers start in it. Every step of a block counts as the mean of
+    the block, because samples prefetched at its start are missing later.
     """
     rank, size = int(hvd.rank()), int(hvd.size())
     samples = Repeated(load_task(args.dataset, BATCH_SAMPLES * size).train, args.steps)
@@ -161,7 +162,7 @@ def alternate_epochs(args: argparse.Namespace, sides: Mapping[str, Side], hvd: A
 
 
 class Repeated(Dataset[Any]):
-    """A data set so many times over."""
+    """A data set repeated several times."""
 
     def __init__(self, samples: Dataset[Any], times: int) -> None:
         self._samples, self._times = samples, times

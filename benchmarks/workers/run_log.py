@@ -1,4 +1,4 @@
-"""Runs under horovodrun: times steps with the run log off and on in alternating blocks, nobody slow."""
+"""Runs under horovodrun: times steps with the run log off and on in alternating blocks, with no straggler."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def main(argv: list[str]) -> int:
     hvd.init()
     sides = {}
     for name, switch in (("off", "0"), ("on", "1")):
-        os.environ["STAR_RUN_LOG"] = switch  # Read when an optimizer is made.
+        os.environ["STAR_RUN_LOG"] = switch  # Read when an optimizer is constructed.
         sides[name] = make_side(hvd, "digits")
     rank = int(hvd.rank())
     found = alternate(args, sides, "digits", rank=rank, size=int(hvd.size()), warm_up=WARM_UP_STEPS)
     run = runtime.current()
     assert run is not None
-    logged = max(run.drivers)  # The one made last.
+    logged = max(run.drivers)  # The most recent one.
     name, steps = f"{run._job}-{logged}", int(run.drivers[logged].reporter.stats()["steps"])
     hvd.shutdown()
     if rank == 0:

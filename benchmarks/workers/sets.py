@@ -1,7 +1,7 @@
 """Runs under horovodrun: what process sets cost, with plain Horovod; `python -m benchmarks.workers.sets RUN_DIR`.
 
-Dynamic process sets are used where `HOROVOD_DYNAMIC_PROCESS_SETS` is 1, else the one set is made at the start. It has
-all ranks but the last one.
+With `HOROVOD_DYNAMIC_PROCESS_SETS` set to 1, dynamic process sets are used; otherwise the one set is made at the start.
+It has all ranks except the last.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ FREEZE_S = 2.0
 BEAT_S = 0.01
 SMALL_ELEMENTS = 1024  # 4 KB
 IDLE_SETS = (1, 4, 8)
-PAUSE_S = 0.01  # Between two reductions: a short step's computation.
+PAUSE_S = 0.01  # Between two reductions, in place of a short step's computation.
 
 
 def reduce_s(name: str, process_set: Any = hvd.global_process_set, elements: int = 1) -> tuple[float, float]:
-    """Seconds that one all-reduce took, and its submission alone."""
+    """Return the seconds of one all-reduce, and of its submission alone."""
     began_s = time.perf_counter()
     handle = hvd.allreduce_async(torch.ones(elements), op=hvd.Sum, name=name, process_set=process_set)
     submitted_s = time.perf_counter()
@@ -44,7 +44,7 @@ def reduce_s(name: str, process_set: Any = hvd.global_process_set, elements: int
 
 
 def idle_cpu() -> float:
-    """CPU time per second of a process that does nothing, as a share of one core."""
+    """Return the CPU time per second of an idle process, as a share of one core."""
     hvd.barrier()
     cpu_s, wall_s = time.process_time(), time.perf_counter()
     time.sleep(IDLE_S)
@@ -54,7 +54,7 @@ def idle_cpu() -> float:
 
 
 def change_sets(ranks: list[int]) -> dict[str, float]:
-    """Add and remove a set again and again while the training thread reduces; seconds.
+    """Add and remove a set repeatedly while the training thread reduces; return seconds.
 
     The training thread's reductions are matched by number, so all ranks stop after the same one.
     """
@@ -88,7 +88,7 @@ def change_sets(ranks: list[int]) -> dict[str, float]:
 
 
 def beside_idle_sets(known: list[int]) -> dict[str, float]:
-    """The mean of an all-reduce of the world with more and more sets that nobody uses; seconds."""
+    """Return the mean seconds of an all-reduce over all ranks, with an increasing number of unused sets."""
     size = hvd.size()
     subsets = [ranks for n in range(size - 1, 1, -1) for ranks in itertools.combinations(range(size), n)]
     others = (list(ranks) for ranks in subsets if list(ranks) != known)
@@ -109,7 +109,7 @@ def beside_idle_sets(known: list[int]) -> dict[str, float]:
 
 
 def frozen(process_set: Any) -> dict[str, float]:
-    """Stop the last rank, no member of the set, while the others use the set and the world."""
+    """Stop the last rank, which is not in the set, while the others use the set and the global set."""
     hvd.barrier()
     if hvd.rank() == hvd.size() - 1:
         subprocess.Popen(["sh", "-c", f"sleep {FREEZE_S}; kill -CONT {os.getpid()}"])
@@ -138,7 +138,7 @@ def frozen(process_set: Any) -> dict[str, float]:
 
 
 def measure(ranks: list[int]) -> dict[str, float]:
-    """All figures of this rank."""
+    """Return all figures of this rank."""
     dynamic = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1"
     made = hvd.ProcessSet(ranks)
     hvd.init(process_sets=None if dynamic else [made])
@@ -155,7 +155,7 @@ def measure(ranks: list[int]) -> dict[str, float]:
 
 
 def gathered(facts: list[dict[str, float]]) -> dict[str, float]:
-    """One figure per name: the mean of the shares, the median of typical and the worst of extreme times."""
+    """Return one value per figure: the mean of shares, the median of typical times, the maximum of worst-case times."""
     typical: dict[str, Callable[[list[float]], float]] = {"idle_cpu_share": statistics.mean}
     typical |= dict.fromkeys(("empty_s", "empty_p95_s", "add_s", "remove_s", "beside_s"), statistics.median)
     typical |= {f"idle_{number}_s": statistics.median for number in IDLE_SETS}

@@ -1,6 +1,6 @@
-"""A small script as a user writes it: two lines of training, with plain Horovod or star_hvd; runs under horovodrun.
+"""A small user script with two lines of training, for plain Horovod or star_hvd; runs under horovodrun.
 
-It imports nothing but what the script itself needs, since imports are a part of what is measured.
+It imports only what the script itself needs, since imports are part of the measured time.
 """
 
 import json
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def main(folder: Path, side: str, optimizers: int, steps: int, device_s: float) -> None:
-    """Train, and leave in `folder` when this process had its first and its last step."""
+    """Train, and record in `folder` when this process had its first and its last step."""
     (folder / f"{os.getpid()}.pid").touch()
     import torch
 

@@ -1,7 +1,7 @@
 """Runs under horovodrun: `python -m benchmarks.workers.strangers RUN_DIR MODE WORK` trains until `stop` is in RUN_DIR.
 
-Rank 0 notes when its steps ended. The last rank makes a connection of the job's own to rank 0 twice a second, and
-notes how long it took to be let in.
+Rank 0 records when its steps ended. The last rank opens one of the job's own connections to rank 0 twice a second and
+records how long it took to be accepted.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from star_hvd.runtime import runtime
 
 _WIDTH, _SIZE = 512, 256
 _KNOCK_S = 0.5  # Between two connections of the job's own.
-_LIMIT_S = 60.0  # A connection that takes longer counts as this.
+_LIMIT_S = 60.0  # A slower connection counts as this.
 
 
 class _Knocker:
-    """Connects to the tensor server of rank 0 again and again, with a key of the job."""
+    """Connects to the tensor server of rank 0 repeatedly, with a key of the job."""
 
     def __init__(self) -> None:
-        self.entries: list[tuple[float, float]] = []  # When it began, and how long it took, in seconds.
+        self.entries: list[tuple[float, float]] = []  # Start and duration, in seconds.
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -63,14 +63,14 @@ class _Knocker:
 
 
 def main(run_dir: Path, mode: str, work: int) -> None:
-    """Train; the ports of this rank, its steps and entries are left in `run_dir`."""
+    """Train; write the ports of this rank, its steps and its connection times to `run_dir`."""
     register(run_dir)
     hvd.init()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(64, _WIDTH), torch.nn.Linear(_WIDTH, 64))
     inner = torch.optim.SGD(net.parameters(), lr=1e-4)
-    config = hvd.Config(encryption="all")  # Strangers need ports to knock at.
+    config = hvd.Config(encryption="all")  # Strangers need TCP ports to connect to.
     optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), mode=mode, config=config)
     samples, x = torch.randn(8, 64), torch.randn(_SIZE, _SIZE)
     ends_s: list[float] = []

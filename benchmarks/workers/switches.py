@@ -1,4 +1,4 @@
-"""Runs under horovodrun: goes from mode to mode and times every step, those that a switch holds up among them."""
+"""Runs under horovodrun: walks through the modes and times every step, including those delayed by a switch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from star_hvd.runtime import runtime
 __all__ = ["main"]
 
 STEPS_PER_MODE = 30
-ASK_EVERY = 100  # A plan may be given up because a rank was not ready in time.
+ASK_EVERY = 100  # Steps between requests; a plan may be abandoned because a rank was not ready in time.
 STEP_LIMIT = 2000  # Steps within which a mode has to come into force.
 
 
 def main(argv: list[str]) -> int:
-    """Write the time of every step of this rank, and the mode in force at its end, to `switches-RANK.json`."""
+    """Write this rank's step times, and the mode in force at the end of each step, to `switches-RANK.json`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--modes", required=True, help="the walk, separated by semicolons")
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
             since += optimizer.mode == mode
             if since >= STEPS_PER_MODE:
                 break
-        hvd.barrier()  # All ranks are in the mode: the next switch begins from a common place.
+        hvd.barrier()  # All ranks are in the mode, so the next switch starts from a common point.
         if hvd.rank() == 0:
             progress(text=f"{mode}: {since} steps", done=1)
     write_json(args.run_dir / f"switches-{hvd.rank()}.json", {"steps": steps})
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> int:
 
 
 def _ask_for(mode: str) -> None:
-    """Have rank 0's coordinator publish a plan."""
+    """Make rank 0's coordinator publish a plan."""
     run: Any = runtime.current()
     if run.coordinator is None:
         return

@@ -1,6 +1,6 @@
 """One rank of a job of `benchmarks.transmission`: trains a network of equal layers and times its steps.
 
-`VARIANTS` is the list of what is compared; a further one is one more entry.
+`VARIANTS` lists the compared variants; add an entry to compare another one.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Job:
     Attributes:
         mbytes: Size of the network's parameters.
         compute_s: Device time of a step.
-        layers: Of equal size.
-        mode: Of star_hvd's variants; servers are on all hosts.
-        steps: That count.
-        warm: Steps before that, once the mode is in force.
+        layers: Number of layers of equal size.
+        mode: Mode of star_hvd's variants; servers are on all hosts.
+        steps: Steps that count.
+        warm: Steps before those, once the mode is in force.
     """
 
     mbytes: float
@@ -50,7 +50,7 @@ class Job:
     warm: int
 
     def to_dict(self) -> dict[str, Any]:
-        """For the command line."""
+        """Return the values for the command line."""
         return dataclasses.asdict(self)
 
 
@@ -59,12 +59,12 @@ class Variant:
     """One way to train.
 
     Attributes:
-        ours: Whether it is star_hvd, else plain Horovod.
+        ours: True for star_hvd, False for plain Horovod.
         options: Arguments of `DistributedOptimizer` by name; `fp16` stands for Horovod's compression.
-        environment: Variables of its job.
+        environment: Environment variables of its job.
         modes: The modes it exists in, by their names without arguments, None for all.
         shares_hosts: Whether it makes sense only where ranks share hosts.
-        least_warm: Steps before those that count, at least: until a trial is over.
+        least_warm: Minimum number of steps before those that count: until a trial is over.
     """
 
     ours: bool
@@ -94,13 +94,13 @@ VARIANTS: dict[str, Variant] = {
 
 
 def network_of(job: Job) -> torch.nn.Sequential:
-    """As many layers as asked for, of equal size, with the wanted bytes in all."""
+    """Make `job.layers` layers of equal size with `job.mbytes` in total."""
     width = max(1, round((1e6 * job.mbytes / _FLOAT_BYTES / job.layers) ** 0.5))
     return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(job.layers)))
 
 
 def _optimizer(variant: Variant, net: torch.nn.Module, mode: str) -> tuple[Any, Any]:
-    """The library and the wrapped optimizer."""
+    """Return the library and the wrapped optimizer."""
     import horovod.torch
 
     options = dict(variant.options)
@@ -121,7 +121,7 @@ def _optimizer(variant: Variant, net: torch.nn.Module, mode: str) -> tuple[Any, 
 
 
 def _plan(mode: str, ranks: int) -> str | Plan:
-    """The mode; servers are on all hosts, where `auto` places them by what it knows of the links."""
+    """Return the mode, with servers on all hosts; `auto` would place them by the measured links."""
     plan = parse_mode(mode, ranks)
     return mode if plan is None or plan.family != "ps" else plan.replace(servers=tuple(range(ranks)))
 
@@ -130,8 +130,8 @@ class _Clock:
     """Times the steps of one rank once its mode is in force.
 
     Args:
-        engine: Of star_hvd's optimizer, None under plain Horovod.
-        job: What the rank trains.
+        engine: Engine of star_hvd's optimizer, None under plain Horovod.
+        job: The rank's job.
     """
 
     def __init__(self, engine: Any, job: Job) -> None:
@@ -141,23 +141,23 @@ class _Clock:
 
     @property
     def waits(self) -> bool:
-        """Whether the mode is not in force yet: every job of star_hvd begins in `sync`."""
+        """Whether the mode is not in force yet: every star_hvd job starts in `sync`."""
         return self._engine is not None and self._engine.plan.mode != self._family
 
     def begin(self) -> None:
-        """What comes from here on counts."""
+        """Start timing."""
         self._ends_s = [time.perf_counter()]
         self._first = self._engine.step if self._engine is not None else 0
 
     def step(self) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
         self._ends_s.append(time.perf_counter())
 
     def found(self) -> dict[str, Any]:
-        """`step_s`: the median; in modes whose steps are unequal by their nature the mean, with servers of an update.
+        """Return `step_s`: the median, or in `ps` and `local`, whose steps are unequal by design, the mean.
 
-        A step with servers is an update of the parameters, here of the pushes of some ranks, and `own_step_s` the time
-        from one push of this rank to its next.
+        With servers a step is an update of the parameters, which contains the pushes of some ranks; `own_step_s` is the
+        time from one push of this rank to its next.
         """
         times = [later - sooner for sooner, later in itertools.pairwise(self._ends_s)]
         more = {"p90_step_s": sorted(times)[int(0.9 * (len(times) - 1))], "median_step_s": statistics.median(times)}
@@ -170,7 +170,7 @@ class _Clock:
 
 
 def train(variant: Variant, job: Job) -> tuple[dict[str, Any], int]:
-    """Figures of this rank, and its number."""
+    """Train; return the figures of this rank, and its number."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     net = network_of(job)
@@ -201,7 +201,7 @@ def train(variant: Variant, job: Job) -> tuple[dict[str, Any], int]:
         found = clock.found()
         if variant.options.get("compression") == "auto":
             found["more"]["explain"] = optimizer._star.core.wire.explain()
-        net.state_dict()  # Where steps overlap, the last one ends here.
+        net.state_dict()  # With overlap, completes the last step.
     rank = int(hvd.rank())
     hvd.shutdown()
     return found, rank

@@ -1,1 +1,1 @@
-"""Faults at random moments in real jobs, one rank per network namespace, and a history that shows what became of it."""
+"""Random faults in real jobs, one rank per network namespace, judged by the job's recorded history."""

@@ -1,7 +1,7 @@
 """Jobs with faults: `python -m tests.nemesis --seeds 50`, also `make nemesis SEEDS=50`.
 
-A seed fixes mode, faults, victims and moments. A job counts as good when it ends by itself, every sample was in exactly
-one gradient of its epoch, the weight of every gradient was applied or counted as dropped, and all replicas are equal.
+A seed determines mode, faults, victims and times. A job passes if it ends by itself, every sample was in exactly one
+gradient of its epoch, the weight of every gradient was applied or counted as dropped, and all replicas are equal.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ READY_S, JOB_S = 300.0, 300.0
 REPOSITORY = Path(__file__).resolve().parents[2]
 SKIPPED = 77
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "STAR_RUN_LOG": "0", "PYTHONFAULTHANDLER": "1"}
-TAIL, LONG_TAIL = 40, 1000  # Lines of output that are shown of a job that was wrong, and of one that had to be ended.
+TAIL, LONG_TAIL = 40, 1000  # Output lines shown of a job that failed, and of one that had to be killed.
 
 
 @dataclass
 class Outcome:
-    """What became of a job."""
+    """The result of a job."""
 
     seed: int
     mode: str
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def plan_of(seed: int) -> tuple[str, list[tuple[str, str]]]:
-    """Mode and faults of a seed; seeds in a row go through all modes and, within one, through what can happen to it."""
+    """Return mode and faults of a seed; consecutive seeds cover all modes, and all faults possible in each."""
     chosen = random.Random(seed)
     mode = MODES[seed % len(MODES)]
     usable = [(fault, role) for fault in FAULTS for role in ROLES if possible(fault, role, mode)]
@@ -60,7 +60,7 @@ def plan_of(seed: int) -> tuple[str, list[tuple[str, str]]]:
 
 
 def judge(results: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with a job's history."""
+    """Return the errors in a job's history."""
     wrong = []
     for number in range(max(len(rank["epochs"]) for rank in results)):
         seen = Counter(sample for rank in results for sample in rank["epochs"][number])
@@ -81,10 +81,10 @@ def judge(results: list[dict[str, Any]]) -> list[str]:
 
 
 def run(seed: int, mode: str, strikes: list[tuple[str, str]]) -> Outcome:
-    """One job with its faults.
+    """Run one job with its faults.
 
     Raises:
-        NetworkError: No namespaces can be had here.
+        NetworkError: Namespaces are unavailable here.
     """
     outcome, began_s = Outcome(seed, mode), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="star-nemesis-") as name, Network(RANKS, USUAL_BITS_PER_S) as network:
@@ -113,7 +113,7 @@ def run(seed: int, mode: str, strikes: list[tuple[str, str]]) -> Outcome:
 def _go_through(
     job: subprocess.Popen[bytes], folder: Path, network: Network, outcome: Outcome, strikes: list[tuple[str, str]]
 ) -> None:
-    """Wait until the job trains in its mode, strike, let it end, and judge it."""
+    """Wait until the job trains in its mode, inject the faults, let it end, and judge it."""
     limit_s = time.monotonic() + READY_S
     while len(ready := sorted(folder.glob("ready?.json"))) < RANKS:
         if job.poll() is not None or time.monotonic() > limit_s:
@@ -147,7 +147,7 @@ def _go_through(
 
 
 def main(arguments: list[str]) -> int:
-    """Run the seeds; 1 where a job was wrong, 77 where no job can be run here."""
+    """Run the seeds; return 1 if a job failed, 77 if no job can be run here."""
     parser = argparse.ArgumentParser(prog="python -m tests.nemesis", description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=9, help="how many jobs")
     parser.add_argument("--first", type=int, default=0, help="the first seed")

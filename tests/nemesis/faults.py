@@ -1,7 +1,7 @@
-"""What happens to a job: processes that are stopped or killed, connections that are reset, cut off or slow.
+"""Faults of a job: processes that are stopped or killed, connections that are reset, cut off or slow.
 
-Every rank has a network namespace of its own, so that a fault of the network is that of one host. Whatever a fault did
-is undone when its block ends, in whatever way.
+Every rank has a network namespace of its own, so a network fault affects a single host. Every fault that persists is
+undone when its block ends, however it ends.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["FAULTS", "ROLES", "Nemesis", "possible"]
 
 USUAL_BITS_PER_S, SLOW_BITS_PER_S = 400e6, 2e6
 PAUSES_S, PARTITION_S, SLOW_S, RESETS = (0.3, 1.0, 4.0), 3.0, 4.0, 6
-SERVERS_S = 60.0  # Within this a server that was killed has been replaced, on the busiest machine.
+SERVERS_S = 60.0  # Within this time a killed server is replaced, even on the busiest machine.
 STACKS_S = 2.0
 ROLES = ("worker", "server", "rank 0", "owner")
 FAULTS = ("pause", "kill", "reset", "partition", "rate")
 
 
 def possible(fault: str, role: str, mode: str) -> bool:
-    """Whether a fault can happen to a role in a mode so that the job is to go on.
+    """Whether a job in this mode must survive this fault in this role.
 
-    A static job has no rank to spare, so only servers are killed; a server has no link but its owner's.
+    A static job cannot lose a rank, so only servers are killed. A server has no link of its own, only its owner's.
     """
     served = mode.startswith(("ps", "grouped", "ssp", "asgd"))
     if role in ("server", "owner") and not served:
@@ -43,12 +43,12 @@ def possible(fault: str, role: str, mode: str) -> bool:
 
 @dataclass
 class Nemesis:
-    """Strikes a running job.
+    """Injects faults into a running job.
 
     Args:
         network: Its hosts, one per rank.
-        ready: What every rank wrote when the mode was in force.
-        seed: Of moments and victims.
+        ready: What every rank reported once the mode was in force.
+        seed: Seed of times and victims.
     """
 
     network: Network
@@ -60,7 +60,7 @@ class Nemesis:
         self.log: list[str] = []
 
     def strike(self, fault: str, role: str) -> None:
-        """Do one fault to one role, from its beginning to its end."""
+        """Inject one fault into one role, from start to end."""
         victim = self._rank(role)
         self.log.append(f"{fault} of {role} (rank {victim})")
         acts: dict[str, Callable[[int, str], None]] = {
@@ -70,12 +70,12 @@ class Nemesis:
         acts[fault](victim, role)
 
     def stacks(self) -> None:
-        """Have every process of the job write where its threads are, to its output; servers end by it."""
+        """Make every process of the job print its threads' stacks to its output; this ends servers."""
         servers = [server for rank in range(len(self.ready)) for server in self._servers(rank)]
         for rank in range(len(self.ready)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 psutil.Process(self.ready[rank]["pid"]).send_signal(signal.SIGUSR1)
-        for server in servers:  # In their environment is PYTHONFAULTHANDLER.
+        for server in servers:  # PYTHONFAULTHANDLER is set in their environment.
             with contextlib.suppress(psutil.NoSuchProcess):
                 server.send_signal(signal.SIGABRT)
         time.sleep(STACKS_S)
@@ -88,7 +88,7 @@ class Nemesis:
         return self.random.choice(self._owners())
 
     def _owners(self) -> list[int]:
-        """The ranks that run a server; one that was killed a moment ago may not have been replaced yet."""
+        """Return the ranks that run a server, waiting if a killed server has not been replaced yet."""
         limit_s = time.monotonic() + SERVERS_S
         while not (owners := [rank for rank in range(len(self.ready)) if self._servers(rank)]):
             assert time.monotonic() < limit_s, f"no rank has had a server for {SERVERS_S:g} s"
@@ -114,7 +114,7 @@ class Nemesis:
         try:
             time.sleep(self.random.choice(PAUSES_S))
         finally:
-            with contextlib.suppress(psutil.NoSuchProcess):  # A server that did not answer may have been killed.
+            with contextlib.suppress(psutil.NoSuchProcess):  # An unresponsive server may have been killed.
                 process.send_signal(signal.SIGCONT)
 
     def _kill(self, rank: int, role: str) -> None:
@@ -122,7 +122,7 @@ class Nemesis:
             self._process(rank, role).kill()
 
     def _reset(self, rank: int, role: str) -> None:
-        """Reset connections to a port of ours, those of this host or, for rank 0, those of any host to it."""
+        """Reset this host's connections from or to ports of the job; for rank 0 that includes those from all hosts."""
         ports = [port for each in self.ready for port in each["ports"]]
         for _ in range(RESETS):
             time.sleep(self.random.uniform(0.02, 0.3))

@@ -1,7 +1,7 @@
-"""A rank of a job that faults happen to: `python -m tests.nemesis.job FOLDER MODE`.
+"""One rank of a job for fault injection: `python -m tests.nemesis.job FOLDER MODE`.
 
-It trains epoch after epoch of `shard` until rank 0 finds the file `over` in FOLDER at the end of one, and writes which
-samples its gradients were of, what became of their weights, and its parameters at the end.
+It trains epochs of `shard` until rank 0 finds the file `over` in FOLDER at the end of one. It then writes which samples
+its gradients contained, what became of their weights, and its final parameters.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tests.support.signals import PATIENCE_S
 
 SAMPLES, BATCH, STEP_S = 120, 4, 0.01
 LEAST_EPOCHS = 2
-CONFIG = hvd.Config(plan_deadline_s=200.0)  # Servers import torch when they start; on few cores that takes its time.
+CONFIG = hvd.Config(plan_deadline_s=200.0)  # Servers import torch when they start, which is slow on few cores.
 
 
 class Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
-    """Samples that tell which they are."""
+    """Samples that identify themselves."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -38,14 +38,14 @@ class Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
 
 
 def write(path: Path, values: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write the file atomically."""
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(values), encoding="utf-8")
     draft.replace(path)
 
 
 def ports() -> list[int]:
-    """Where this rank listens for the others, Horovod's own connections left out."""
+    """Return the ports on which this rank listens for other ranks, without Horovod's own."""
     run = runtime.current()
     assert run is not None
     own = run.keyring.peers[run.rank]
@@ -60,7 +60,7 @@ def step(net: torch.nn.Module, optimizer: Any, inputs: torch.Tensor) -> None:
 
 
 def main(folder: Path, mode: str) -> None:
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # Where it waits, should the job not end: `Nemesis.stacks`.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # Shows where a hanging job waits: `Nemesis.stacks`.
     torch.set_num_threads(1)
     hvd.init()
     rank = int(hvd.rank())

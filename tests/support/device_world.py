@@ -1,8 +1,8 @@
-"""A job of engines (`world.py`) on stand-in devices: kernels run when the scheduler picks their stream.
+"""A job of engines (`world.py`) on fake devices: kernels run when the scheduler picks their stream.
 
-Every step begins with kernels that fill the buckets with NaN, and every gradient is exactly 1. So every mean is 1,
-whoever took part and with which weights, and the parameters of a step are known: any other number, in a replica, a
-snapshot or a header, is memory that was read too early or overwritten too early.
+Every step starts with kernels that fill the buckets with NaN, and every gradient is exactly 1. So every mean is 1, for
+any members and weights, and the parameters of a step are known: any other number in a replica, a snapshot or a header
+comes from memory that was read or overwritten too early.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ __all__ = ["LR", "SIZE", "WEIGHT", "DeviceWorld", "Poisoned", "running"]
 
 LR, MOMENTUM = 2.0**-6, 0.5
 SIZE = 5
-WEIGHT = 2.0  # Not 1: a sum that was not divided by the weights behind it must not look like a mean.
+WEIGHT = 2.0  # Not 1: a sum that was not divided by its weights must differ from a mean.
 
 
 class Poisoned(AssertionError):
-    """A tensor holds what no order of the operations that was asked for could give."""
+    """A tensor has a value that no valid order of the requested operations can give."""
 
 
 class DeviceNetwork(Network):
-    """Reads and writes memory itself; begins once the submitting streams have come to the submission, as Horovod."""
+    """All-reduce on raw memory that starts, like Horovod, once the submitting streams have reached the submission."""
 
     def __init__(self, world_size: int, device: FakeDevice) -> None:
         super().__init__(world_size)
@@ -57,7 +57,7 @@ class DeviceNetwork(Network):
         return [name for name in super().ready() if all(self._begin[q[0][0]].happened for q in self.queues[name])]
 
     def wanted(self) -> list[FakeEvent]:
-        """What reductions wait for that all ranks have submitted."""
+        """Return the events that reductions submitted by all ranks still wait for."""
         names = super().ready()
         events = (self._begin[queue[0][0]] for name in names for queue in self.queues[name])
         return [event for event in events if not event.happened]
@@ -72,7 +72,7 @@ class DeviceNetwork(Network):
 
 
 class DeviceEars(Ears):
-    """Also keeps the norms of the means."""
+    """Listener that also keeps the norms of the means."""
 
     def __init__(self, world: World, rank: int) -> None:
         super().__init__(world, rank)
@@ -84,15 +84,15 @@ class DeviceEars(Ears):
 
 
 class DeviceWorld(World):
-    """See the module's text.
+    """See the module's docstring.
 
     Args:
-        seed: Fixes speeds and interleaving.
-        device: The stand-in; `device.running()` must be in force.
-        kernels: Chance that a tick runs kernels instead of a thread.
+        seed: Determines speeds and interleaving.
+        device: The fake device; `device.running()` must be active.
+        kernels: Probability that a tick runs kernels instead of a thread.
         lazy: Roles (T training thread, H helper, S tensor server) whose kernels run only when something waits for
-            them; the others' overtake them wherever nothing forbids it.
-        optimizer: `sgd` or `adam`; of `adam` only the absence of NaN and equality of the replicas are checked.
+            them; kernels of other roles overtake them wherever no fence prevents it.
+        optimizer: `sgd` or `adam`; for `adam` only the absence of NaN and equality of the replicas are checked.
         **options: See `World`.
     """
 
@@ -145,13 +145,13 @@ class DeviceWorld(World):
             return engine
 
     def wire(self, buckets: list[Bucket], rank: int, seed: int) -> Wire | None:
-        """How the gradients of a rank travel."""
+        """Return how the gradients of a rank are encoded; None here."""
         return None
 
     # ---- actors ---------------------------------------------------------------------------------------------
 
     def backward(self, engine: StepEngine) -> Iterator[Bucket]:
-        """Kernels of a backward pass; each bucket is given when the last of its own is queued."""
+        """Queue a backward pass; each bucket is yielded once its last kernel is queued."""
         buckets = engine.applier.buckets
         for bucket in buckets:
             bucket.flat.fill_(math.nan)
@@ -162,7 +162,7 @@ class DeviceWorld(World):
             yield bucket
 
     def give(self, engine: StepEngine, bucket: Bucket) -> None:
-        """As `StepDriver.give` does."""
+        """Hand a bucket to the engine as `StepDriver.give` does."""
         if engine.plan.relaxed:
             engine.defer(bucket.index, engine.streams.give_one(GRADIENT, bucket.flat))
         else:
@@ -205,7 +205,7 @@ class DeviceWorld(World):
                     engine.adopt(snapshot)
 
     def snapshot(self, engine: StepEngine) -> Snapshot | None:
-        """What the tensor server of a rank sends."""
+        """Return the snapshot that the tensor server of a rank sends."""
         with self.device.on(f"S{engine.rank}"):
             snapshot = engine.replica.snapshot()
             if snapshot is None:
@@ -243,7 +243,7 @@ class DeviceWorld(World):
             self._serve(self.engines[rank])
 
     def _serve(self, engine: StepEngine) -> None:
-        """The tensor server between its two locks: it queues its copy, and waits for that some time later."""
+        """Run half of the tensor server's work: queue its copy on one call, wait for it and send it on the next."""
         copy = self._copies.pop(engine.rank, None)
         with self.device.on(f"S{engine.rank}"):
             if copy is None:
@@ -275,7 +275,7 @@ class DeviceWorld(World):
         if not super()._quiet():
             return False
         busy = [stream for stream in self.device.streams.values() if stream.queue]
-        for stream in busy:  # Nothing but kernels is left, which end some time.
+        for stream in busy:  # Only kernels are left, which end eventually.
             stream.advance()
         return not busy
 
@@ -290,7 +290,7 @@ class DeviceWorld(World):
     # ---- what must hold -----------------------------------------------------------------------------------------
 
     def expected(self, version: int) -> float:
-        """A parameter after `version` steps with a mean of 1."""
+        """Return a parameter's value after `version` steps with a mean of 1."""
         value = velocity = 0.0
         for _ in range(version):
             velocity = MOMENTUM * velocity + 1.0
@@ -298,7 +298,7 @@ class DeviceWorld(World):
         return value
 
     def check_params(self, params: Sequence[torch.Tensor], version: int, where: str) -> None:
-        """Parameters in host memory are those of a step.
+        """Check that parameters in host memory are those of step `version`.
 
         Raises:
             Poisoned: They are not.
@@ -311,7 +311,7 @@ class DeviceWorld(World):
                 raise Poisoned(f"{where} at step {version}: {param.tolist()}, expected {self.expected(version)}")
 
     def check(self) -> None:
-        """Everything that must hold at the end.
+        """Check everything that must hold at the end.
 
         Raises:
             Poisoned: A replica, a norm or a counter is wrong.
@@ -340,6 +340,6 @@ class DeviceWorld(World):
 
 @contextlib.contextmanager
 def running(*disabled: str) -> Iterator[FakeDevice]:
-    """A stand-in device in force, with some hand-overs' fences taken out."""
+    """Activate a fake device, with the fences of some hand-overs disabled."""
     with FakeDevice(disabled).running() as device:
         yield device

@@ -1,7 +1,7 @@
-"""How many random cases a test looks at.
+"""How many random cases a test tries.
 
-`make test` takes as many as fit into its time, `make test-quick` three tenths of them; `TEST_EFFORT=10 make test` looks
-at ten times as many. All random tests count by it: those that say nothing have hypothesis's 100, times this.
+`make test` tries as many as fit into its time, `make test-quick` three tenths of them; `TEST_EFFORT=10 make test` tries
+ten times as many. All random tests scale with it; those without an explicit number use hypothesis's 100 times this.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ __all__ = ["cases"]
 
 
 def cases(usual: int) -> int:
-    """`usual`, times what the environment variable `TEST_EFFORT` says."""
+    """Return `usual` times the environment variable `TEST_EFFORT`."""
     return max(1, round(usual * float(os.environ.get("TEST_EFFORT", "1"))))

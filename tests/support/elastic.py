@@ -1,4 +1,4 @@
-"""Elastic jobs on one machine, of which ranks are killed."""
+"""Elastic jobs on one machine in which ranks are killed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def run_elastic(
 ) -> JobResult:
     """Run a program on two "hosts" of two ranks each, which are two names of this machine.
 
-    Horovod gives up the whole host of a rank that dies, so two ranks survive. Its own recovery is not sure: without
-    this library it was seen to succeed in two of three jobs. So there is more than one job, until one has recovered.
+    Horovod blacklists the whole host of a rank that dies, so two ranks survive. Its own recovery is unreliable: without
+    this library it succeeded in two of three jobs. So jobs are repeated until one has recovered, up to a limit.
 
     Args:
         module: The program.
         args: Its arguments.
         folder: For the script that names the hosts.
-        recovered: Whether the survivors of a job went on together.
+        recovered: Whether the survivors of a job continued together.
         env: Added to the environment.
 
     Returns: the last job.
@@ -38,7 +38,7 @@ def run_elastic(
     script.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:2\n")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     options = ("--min-np", "2", "--max-np", "4", "--host-discovery-script", str(script))
-    # Horovod waits this long for a rank that does not answer, and for ranks that do not come back.
+    # How long Horovod waits for a rank that does not answer, and for ranks that do not come back.
     limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20", "HOROVOD_ELASTIC_TIMEOUT": "120"}
     for _ in range(TRIES):
         try:
@@ -53,10 +53,10 @@ def run_elastic(
 
 
 def two_survive(notes: Path) -> Callable[[JobResult], bool]:
-    """For `run_elastic`: whether two ranks have results; what the ranks of a job without them wrote is removed.
+    """Return a predicate for `run_elastic`: whether two ranks have results; files of a failed job are removed.
 
     Args:
-        notes: Folder that the ranks write to; made here.
+        notes: Folder that the ranks write to; created here.
     """
     notes.mkdir()
 

@@ -1,4 +1,4 @@
-"""Packages that are optional, and slow to import: looked for without importing them while tests are collected."""
+"""Optional packages that are slow to import: detected without importing them during test collection."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ import pytest
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    """A mark that skips a test, or as a `pytestmark` a file of tests, where a package is not installed."""
+    """Return a mark that skips a test, or as `pytestmark` a test file, if a package is not installed."""
     return pytest.mark.skipif(find_spec(package) is None, reason=f"{package} is not installed")

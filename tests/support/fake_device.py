@@ -1,12 +1,12 @@
-"""A stand-in for a GPU: operations are queued on streams and run when the test says so; until then memory is poison.
+"""A fake GPU: operations are queued on streams and run when the test says so; until then their results are poison.
 
-`Lazy` tensors say that they are on `cuda:0`. An operation on them is queued on the current stream, as a kernel launch
-is; what it will write reads as NaN (new memory) or as what was there before. Views share memory. A host read waits for
-the current stream only, as on CUDA, so what another stream has not written yet comes out as poison. The device also
-notes what would go wrong on a real one without being visible as poison: memory used on a stream that the allocator was
-not told of, a wait of the host without a deadline, and one under an engine's lock.
+`Lazy` tensors claim to be on `cuda:0`. An operation on them is queued on the current stream, like a kernel launch; its
+result reads as NaN (new memory) or as the previous contents until it runs. Views share memory. As on CUDA, a host read
+waits for the current stream only, so values not yet written by another stream come out as poison. The device also
+records errors that poison does not reveal: memory used on a stream that the allocator does not know of, a host wait
+without a deadline, and one under an engine's lock.
 
-The test is one thread, as a rule; `device.on(name)` makes a stream the current one, as if another thread ran.
+Tests normally use one thread; `device.on(name)` makes a stream the current one, as if another thread ran.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Stuck(AssertionError):
 
 
 class FakeEvent:
-    """Happens when its stream gets there."""
+    """Happens when its stream reaches it."""
 
     def __init__(self, name: str, device: FakeDevice, *, happened: bool = False) -> None:
         self.name, self.happened = name, happened
@@ -50,7 +50,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Work in order; an entry is a kernel, an event to wait for, or an event that happens."""
+    """An in-order queue; an entry is a kernel, an event to wait for, or an event to record."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -60,7 +60,7 @@ class FakeStream:
         return bool(self.queue) and self.queue[0][0] == "wait" and not self.queue[0][1].happened
 
     def advance(self) -> bool:
-        """Do the next thing. Whether there was one that could be done."""
+        """Execute the next entry; return whether there was one that is not blocked."""
         if not self.queue or self.blocked():
             return False
         kind, what = self.queue.popleft()
@@ -72,10 +72,10 @@ class FakeStream:
 
 
 class Memory:
-    """An allocation: its stream, and those that the allocator was told of.
+    """An allocation, with its home stream and the streams that were registered with the allocator.
 
-    Once no tensor refers to it, the allocator gives it away again, behind what these streams have queued by then and
-    regardless of others: poison comes to who still reads it.
+    Once no tensor refers to it, the allocator reuses it after the work already queued on these streams, regardless of
+    other streams: whoever still reads it gets poison.
     """
 
     def __init__(self, device: FakeDevice, base: torch.Tensor) -> None:
@@ -92,7 +92,7 @@ class Memory:
 
 
 class Lazy(torch.Tensor):
-    """A tensor of the stand-in device."""
+    """A tensor of the fake device."""
 
     inner: torch.Tensor
     memory: Memory
@@ -106,7 +106,7 @@ class Lazy(torch.Tensor):
             strides=inner.stride(),
             storage_offset=inner.storage_offset(),
             dtype=inner.dtype,
-            device=torch.device("meta"),  # What C++ sees; it has no guard for devices it was not built for.
+            device=torch.device("meta"),  # The device that C++ sees; it has no guard for devices it was not built for.
         )
         made.inner, made.memory, made.device_ = inner, memory, device
         return made  # type: ignore[no-any-return]
@@ -135,7 +135,7 @@ class Lazy(torch.Tensor):
 
 
 class _Factories(TorchDispatchMode):
-    """Tensors made on the device, or copied there, from host values alone."""
+    """Intercepts tensors created on the device, or copied to it, from host values only."""
 
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()
@@ -148,31 +148,31 @@ class _Factories(TorchDispatchMode):
         if torch.device(kwargs.get("device") or "cpu").type == "cpu":
             return func(*args, **kwargs)
         if func._schema.name == "aten::_to_copy":
-            self._device.check_locks()  # A copy from memory that is not pinned waits for its stream.
+            self._device.check_locks()  # A copy from unpinned memory waits for its stream.
         kwargs["device"] = torch.device("cpu")
         kwargs.pop("pin_memory", None)
         return self._device.upload(func(*args, **kwargs).clone())
 
 
 class FakeDevice:
-    """See the module's text.
+    """See the module's docstring.
 
     Args:
-        disabled: Hand-overs whose fences do nothing: the test then must find poison.
+        disabled: Hand-overs whose fences do nothing; the test must then find poison.
 
     Attributes:
-        faults: What a real device would have suffered from, in words.
+        faults: Descriptions of errors that a real device would have suffered from.
         locks: Engines' locks, under which the host may not wait for the device.
-        used: Hand-overs for which a fence was made.
-        ordered: Those whose fence a stream was still behind when it was taken.
-        asked: The event that was last asked for and had not happened.
+        used: Hand-overs for which a fence was recorded.
+        ordered: Hand-overs whose fence had not been reached by its stream when another stream waited for it.
+        asked: The last event that was queried before it happened.
     """
 
     def __init__(self, disabled: Sequence[str] = ()) -> None:
         self.disabled = frozenset(disabled)
         self.streams: dict[str, FakeStream] = {}
         self.stream("default")
-        self._here = threading.local()  # The current stream of each thread, where it is another.
+        self._here = threading.local()  # The current stream of each thread, if not the default one.
         self.faults: list[str] = []
         self.locks: list[threading.Condition] = []
         self.used: set[str] = set()
@@ -184,7 +184,7 @@ class FakeDevice:
 
     @property
     def current(self) -> FakeStream:
-        """The calling thread's current stream."""
+        """Return the calling thread's current stream."""
         return getattr(self._here, "stream", None) or self.stream("default")
 
     @current.setter
@@ -196,7 +196,7 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def on(self, name: str) -> Iterator[None]:
-        """As if another thread ran, whose current stream this is."""
+        """Make this the current stream, as if another thread ran."""
         before, self.current = self.current, self.stream(name)
         try:
             yield
@@ -205,7 +205,7 @@ class FakeDevice:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[FakeDevice]:
-        """Inside, tensors can be made on the device."""
+        """Activate the device: inside, tensors can be created on it."""
         clock = SimpleNamespace(monotonic=time.monotonic, sleep=self.sleep)
         with (
             mock.patch.object(torch.cuda, "_lazy_init", lambda: None),
@@ -215,7 +215,7 @@ class FakeDevice:
             yield self
 
     def finish(self, stream: FakeStream | None = None) -> None:
-        """Run one stream, or all, to the end, and what they wait for."""
+        """Run one stream or all streams to the end, and whatever they wait for."""
         wanted = [stream] if stream is not None else list(self.streams.values())
         while any(each.queue for each in wanted):
             moved = False
@@ -226,7 +226,7 @@ class FakeDevice:
                 raise Stuck("no stream can go on")
 
     def finish_event(self, event: FakeEvent) -> None:
-        """Run what an event needs, no more: other streams stay as far behind as they may."""
+        """Run only what an event needs; other streams stay as far behind as possible."""
         for stream in self.streams.values():
             if ("record", event) in stream.queue:
                 while not event.happened:
@@ -236,7 +236,7 @@ class FakeDevice:
                         raise Stuck(f"event {event.name}")
                 return
 
-    # ---- what `Streams` asks for (its `Backend`) --------------------------------------------------------------
+    # ---- the `Backend` that `Streams` uses ---------------------------------------------------------------------
 
     def queues(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, Lazy)
@@ -271,11 +271,11 @@ class FakeDevice:
     # ---- operations -------------------------------------------------------------------------------------------
 
     def upload(self, value: torch.Tensor) -> Lazy:
-        """A host value on the device; poison until its copy has run."""
+        """Return a host value on the device; poison until its copy has run."""
         return self._launch(lambda: value, value)
 
     def _launch(self, kernel: Callable[[], Any], like: Any) -> Any:
-        """Queue what makes a tensor, or several, of the form of `like`."""
+        """Queue a kernel that computes one or several tensors with the shapes of `like`."""
         several = isinstance(like, tuple)
         inners = [torch.empty_strided(t.size(), t.stride(), dtype=t.dtype) for t in (like if several else (like,))]
 
@@ -291,18 +291,18 @@ class FakeDevice:
         return found if several else found[0]
 
     def sleep(self, seconds: float) -> None:
-        """The host waits for the event it has just asked for: what that needs runs, and nothing else."""
+        """Wait, as the host, for the last event queried: only what it needs is run."""
         self.check_locks()
         assert self.asked is not None
         self.finish_event(self.asked)
 
     def check_locks(self) -> None:
-        """The host waits for the device here, which it must not under an engine's lock."""
+        """Note a fault if the host waits for the device here while it holds an engine's lock."""
         if any(lock._is_owned() for lock in self.locks):  # type: ignore[attr-defined]
             self.faults.append("the host waits for the device under an engine's lock")
 
     def host_read(self) -> None:
-        """The host waits for the current stream, and for what that waits for."""
+        """Wait, as the host, for the current stream and whatever that waits for."""
         self.check_locks()
         if self.current.queue:
             self.faults.append("the host waits for the device without a deadline")
@@ -345,7 +345,7 @@ class FakeDevice:
         return self._launch(lambda: func(*raw_args, **raw_kwargs), func(*raw_args, **raw_kwargs))
 
     def _frozen(self, name: str, raw_args: Any, raw_kwargs: Any, args: Any, kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Host values as they are now; the device refuses those that are not scalars, except to copy them."""
+        """Copy host arguments at their current values; only scalars are accepted, except as source of a copy."""
         inners = {id(leaf.inner) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Lazy)}
 
         def freeze(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,19 +1,19 @@
-"""Launchers and ranks of test jobs that start at once: forks of a process that has imported everything already.
+"""Launchers and ranks of test jobs that start at once: forks of a process that has already imported everything.
 
-Importing torch, Horovod and `star_hvd` takes a rank some seconds of processor time, which for most test jobs is more
-than all of the rest. So does `horovodrun`: it imports torch to see what Horovod was built with, and starts an
-interpreter for every rank that only waits for it. Four ranks that do nothing took 6.2 s of processor time, and take
-1.4 s here; with an optimizer each that makes five steps 9.2 s, and 2.9 s here.
+Importing torch, Horovod and `star_hvd` takes a rank some seconds of processor time, more than all the rest of most test
+jobs. So does `horovodrun`: it imports torch to see what Horovod was built with, and starts an interpreter for every
+rank that only waits for it. Four ranks that do nothing took 6.2 s of processor time and take 1.4 s here; with an
+optimizer each that makes five steps, 9.2 s and 2.9 s.
 
-The server is started on first use and ends with its owner. `stub.py` stands in the place of `horovodrun` and of every
-rank: it hands its arguments, environment, working directory and output over to the server, passes signals on to the
-forked process, and ends as that ends.
+The server is started on first use and ends with its owner. `stub.py` replaces `horovodrun` and every rank: it passes
+its arguments, environment, working directory and output to the server, forwards signals to the forked process, and
+ends as that ends.
 
-What differs from a rank that was started by itself: all ranks hash strings alike, the parent process is another,
+Differences from a rank that was started by itself: all ranks hash strings alike, the parent process is another,
 torch's compiler and `star_hvd` are imported from the start (none of its modules reads the environment then), and a
-program that ends without an error leaves by `os._exit`, behind all exit handlers: taking the interpreter down would
+program that ends without an error leaves by `os._exit`, after all exit handlers: finalizing the interpreter would
 copy the pages that it shares with the server, 0.4 s a rank.
-Jobs in which that matters are started with `run_job(..., fresh=True)`, and by `horovodrun` itself.
+Jobs for which this matters are started with `run_job(..., fresh=True)`, and thus by `horovodrun` itself.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ import psutil
 
 __all__ = ["ADDRESS", "LAUNCHER", "server_address"]
 
-ADDRESS = "TEST_FORK_SERVER"  # Environment variable: where ranks find the server.
+ADDRESS = "TEST_FORK_SERVER"  # Environment variable: the server's address, for the ranks.
 LAUNCHER = "horovodrun"
 """In the place of a program: what is to be run is Horovod's launcher, with the arguments that follow."""
 EXECUTOR = "horovod.runner.common.util.safe_shell_exec"
@@ -55,7 +55,7 @@ _started: list[str] = []
 
 
 def server_address() -> str:
-    """The address of the server of this process, which is started if it is not there yet.
+    """Return the address of this process's server, starting it if necessary.
 
     Raises:
         AssertionError: It did not start.
@@ -78,7 +78,7 @@ def server_address() -> str:
 
 def _end(server: subprocess.Popen[bytes]) -> None:
     assert server.stdin is not None
-    server.stdin.close()  # It ends when its owner is gone.
+    server.stdin.close()  # It ends when its standard input closes.
     with contextlib.suppress(subprocess.TimeoutExpired):
         server.wait(5.0)
     server.kill()
@@ -86,8 +86,8 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 
 def serve(address: str) -> dict[str, Any]:
-    """Fork a rank for every connection, until the standard input ends. Returns in the ranks: what one has to run."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for those who watch over the ranks.
+    """Fork a rank for every connection until standard input ends; return, in the ranks only, the request to run."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Nobody waits for the processes that watch the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # An interrupted test ends its jobs itself.
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
@@ -107,7 +107,7 @@ def serve(address: str) -> dict[str, Any]:
 
 
 def _watch(connection: socket.socket) -> dict[str, Any]:
-    """Fork what is asked for, and end it when the stub that asked is gone. Returns in the forked process only."""
+    """Fork the requested process, and kill it if its stub ends; return the request, in the forked process only."""
     request, descriptors = _receive(connection)
     rank = os.fork()
     if rank == 0:
@@ -131,7 +131,7 @@ def _watch(connection: socket.socket) -> dict[str, Any]:
 
 
 def _kill(pid: int, with_children: bool) -> None:
-    """Kill a forked process. A launcher's children are stubs, and those that wait for stubs."""
+    """Kill a forked process, and for a launcher also its children: stubs, and processes that wait for stubs."""
     forked = psutil.Process(pid)
     for each in (*(forked.children(recursive=True) if with_children else ()), forked):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -152,7 +152,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _run(request: dict[str, Any]) -> None:
-    """Be the rank, as `python -m MODULE ARGUMENT...` or `python SCRIPT.py ARGUMENT...` would, or the launcher."""
+    """Run as the rank (`python -m MODULE ARGUMENT...` or `python SCRIPT.py ARGUMENT...`) or as the launcher."""
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])
@@ -175,21 +175,21 @@ def _run(request: dict[str, Any]) -> None:
 
 
 def _launch() -> None:
-    """Horovod's launcher; what it has an interpreter of its own for is forked, by a server of multiprocessing's."""
+    """Run Horovod's launcher; where it would start interpreters, a server of multiprocessing forks instead."""
     os.setsid()
     executor, launch = map(importlib.import_module, (EXECUTOR, "horovod.runner.launch"))
     forking = multiprocessing.get_context("forkserver")
     forking.set_forkserver_preload([EXECUTOR])
-    # It reads the exit status of a process for which another thread waits, which then takes it for lost: seen.
+    # It would collect the exit status of a process that another thread waits for and then considers lost (observed).
     multiprocessing.process._cleanup = lambda: None  # type: ignore[attr-defined]
     executor.multiprocessing = types.SimpleNamespace(get_context=lambda _: forking)  # type: ignore[attr-defined]
     launch.run_commandline()
 
 
 if __name__ == "__main__":
-    # torch imports the compiler with the first optimizer of a process, which takes longer than all of the others.
+    # torch imports the compiler with a process's first optimizer, which takes longer than all the other imports.
     for module in ("star_hvd", "torch._dynamo", "horovod.runner.launch"):
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # A collection in a rank looks at what the rank made: `star_hvd` collects with every new optimizer.
+    gc.freeze()  # Lets a rank's collections skip what it inherited: `star_hvd` collects with every new optimizer.
     _run(serve(sys.argv[1]))

@@ -16,7 +16,7 @@ PLAN = Plan.sync(3).to_dict()
 
 
 class Job:
-    """A coordinator's state, a clock, and what it has sent."""
+    """A coordinator's state, a clock, and the messages it sent."""
 
     def __init__(self, world_size: int = 3, config: Config = CONFIG) -> None:
         self.world_size = world_size
@@ -28,7 +28,7 @@ class Job:
         return self.sent()
 
     def pass_time(self, seconds: float, alive: tuple[int, ...] | None = None) -> list[m.Message]:
-        """Let time pass in small steps in which ranks give signs of life."""
+        """Advance time in small steps in which ranks send signs of life."""
         end_s, heard = self.now_s + seconds, []
         while self.now_s < end_s - 1e-9:
             self.now_s = min(end_s, self.now_s + 0.5)

@@ -1,7 +1,7 @@
-"""Starts one job under `horovodrun` for a test, waits for it with a deadline, and collects what its ranks found out.
+"""Starts one job under `horovodrun` for a test, waits for it with a deadline, and collects what its ranks report.
 
-A rank reports with `write_result({...})`; it may do so again and again, the last report counts. A rank that died
-before its first report has the empty report.
+A rank reports with `write_result({...})`, any number of times; the last report counts. A rank that died before its
+first report has the empty report.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["JOB_LIMIT_S", "DeadlineMissed", "JobResult", "run_job", "write_resul
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STUB = Path(__file__).with_name("stub.py")
-RESULTS = "TEST_JOB_RESULTS"  # Environment variable: the folder into which the ranks write.
+RESULTS = "TEST_JOB_RESULTS"  # Environment variable: the folder that the ranks write to.
 JOB_LIMIT_S = 900.0
 """Within this every job of the tests ends, on the busiest machine; only one that hangs is ended by it."""
 SHOWN_LINES = 60
@@ -36,12 +36,12 @@ TERMINATE_GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """What is left of a job.
+    """The result of a job.
 
     Attributes:
         returncode: Exit status of `horovodrun`.
-        output: What all processes printed, standard output and error together.
-        results: The last report of every rank, in the order of the ranks; empty where there is none.
+        output: Standard output and error of all processes together.
+        results: The last report of every rank, in rank order; empty where there is none.
         elapsed_s: From start to end.
     """
 
@@ -52,11 +52,11 @@ class JobResult:
 
     @property
     def tail(self) -> str:
-        """The last lines of the output."""
+        """Return the last lines of the output."""
         return "\n".join(self.output.splitlines()[-SHOWN_LINES:])
 
     def check(self) -> JobResult:
-        """This result, if the job ended well.
+        """Return this result if the job succeeded.
 
         Raises:
             AssertionError: The job ended with an error; the message holds the last lines of its output.
@@ -66,10 +66,10 @@ class JobResult:
 
 
 class DeadlineMissed(AssertionError):
-    """A job was ended because it took too long.
+    """A job was killed because it took too long.
 
     Attributes:
-        result: What it had reported until then.
+        result: What it had reported so far.
     """
 
     def __init__(self, text: str, result: JobResult) -> None:
@@ -92,17 +92,17 @@ def run_job(
         module_or_script: What every rank runs.
         args: Its arguments.
         ranks: Number of ranks (`-np`).
-        env: Added to the environment. `STAR_*` variables of the caller are not handed on, so that a test means the
-            same wherever it runs.
-        timeout_s: The job must end within this. It is there to end what hangs: a busy machine may need many times what
-            an idle one needs.
+        env: Added to the environment. `STAR_*` variables of the caller are not passed on, so that a test does not
+            depend on where it runs.
+        timeout_s: The job must end within this time. It only catches hangs: a busy machine may need many times as long
+            as an idle one.
         horovodrun_args: Further options of `horovodrun`, `("--stall-check-warning-time-seconds", "5")` for example.
-        fresh: Whether every rank starts an interpreter of its own, as a user's does; see `forkserver.py`.
+        fresh: Whether every rank starts an interpreter of its own, as for a user; see `forkserver.py`.
 
     Raises:
         AssertionError: Horovod is not installed.
-        DeadlineMissed: The job did not end in time; the message holds the last lines of its output. Nothing of the job
-            is left running.
+        DeadlineMissed: The job did not end in time; the message holds the last lines of its output. No process of the
+            job is left running.
     """
     program = Path(sys.executable).parent / forkserver.LAUNCHER
     assert program.is_file(), f"{program} does not exist: Horovod is not installed for {sys.executable}"
@@ -135,23 +135,23 @@ def run_job(
 
 
 def write_result(result: Mapping[str, Any]) -> None:
-    """Called by a rank: leave a report, in place of an earlier one. Does nothing outside `run_job`."""
+    """Write this rank's report, replacing an earlier one; does nothing outside `run_job`."""
     folder = os.environ.get(RESULTS)
     if folder is None:
         return
     path = Path(folder) / f"rank{os.environ.get('HOROVOD_RANK', '0')}.json"
     draft = path.with_suffix(f".{os.getpid()}")
     draft.write_text(json.dumps(result), encoding="utf-8")
-    draft.replace(path)  # A rank may be killed at any moment: a report is whole or absent.
+    draft.replace(path)  # Atomic, since a rank may be killed at any moment.
 
 
 def _environment(folder: str, added: Mapping[str, str]) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("STAR_", "HOROVOD_"))}
     environment.update(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1", STAR_RUN_LOG="0")
     environment["STAR_CHECK_LOCKS"] = "1"
-    # Horovod's own waits for ranks that are only late: half a minute is little where many share a core.
+    # Horovod's own timeouts for late ranks: its half a minute is too short where many ranks share a core.
     environment.update(HOROVOD_GLOO_TIMEOUT_SECONDS="180", HOROVOD_START_TIMEOUT="300")
-    environment.update({RESULTS: folder, "XDG_RUNTIME_DIR": folder}, **added)  # Where jobs of one host meet: alone.
+    environment.update({RESULTS: folder, "XDG_RUNTIME_DIR": folder}, **added)  # Where a host's jobs meet: alone here.
     return environment
 
 
@@ -161,7 +161,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Whether the job ended in time; if it did not, it is ended here, as it is when the wait is interrupted."""
+    """Return whether the job ended in time; if it did not, or the wait is interrupted, kill it."""
     try:
         process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -172,7 +172,7 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the process group that was started here, and the ranks: `horovodrun` gives each a group of its own."""
+    """Kill the process group that was started here, and the ranks: `horovodrun` gives each a group of its own."""
     if process.poll() is not None:
         return
     try:

@@ -18,7 +18,7 @@ PLANS = (("sync", "sync"), ("partial(3)", "partial"), ("ps(3)", "ps"), ("local(4
 
 @lru_cache(maxsize=1)
 def small_table() -> Any:
-    """Rows in which the cost model is wrong by a factor that a feature tells, and by noise."""
+    """Return rows in which the cost model is wrong by a factor that a feature predicts, plus noise."""
     rng = np.random.default_rng(3)
     rows = []
     for network in range(NETWORKS):
@@ -38,10 +38,10 @@ def small_table() -> Any:
 
 @lru_cache(maxsize=1)
 def small_fit() -> Fit:
-    """Heads fitted to it."""
+    """Return heads fitted to the small table."""
     return fit(small_table(), Settings(rounds=40, leaves=7, least_rows=10, learning_rate=0.1))
 
 
 def save_model(path: Path) -> dict[str, Any]:
-    """A model's folder; what `model.json` says."""
+    """Write a model's folder; return the contents of `model.json`."""
     return save(small_fit(), path, data={"sha256": "0" * 64, "rows": len(small_table())}, made_by="a test")

@@ -1,4 +1,4 @@
-"""Ranks of a loader in one process: their clients, and the coordinator's service in a thread of its own."""
+"""All ranks of a loader in one process: their clients, and the coordinator's lease service in a thread of its own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PATIENCE_S = 300.0
 
 
 class Numbers(torch.utils.data.Dataset[int]):
-    """Samples that are their own numbers."""
+    """Samples equal to their own index."""
 
     def __init__(self, length: int, load_s: float = 0.0) -> None:
         self._length, self._load_s = length, load_s
@@ -46,8 +46,8 @@ class World:
     """Some ranks of one job.
 
     Args:
-        ranks: How many.
-        monkeypatch: Of pytest; a loader takes the runtime of the rank that the calling thread is.
+        ranks: Number of ranks.
+        monkeypatch: Of pytest; a loader uses the runtime of the rank assigned to the calling thread.
     """
 
     def __init__(self, ranks: int, monkeypatch: Any) -> None:
@@ -64,7 +64,7 @@ class World:
 
     @property
     def rank(self) -> int:
-        """Which rank the calling thread is."""
+        """Return the rank assigned to the calling thread."""
         return getattr(self._here, "rank", 0)
 
     @rank.setter
@@ -72,7 +72,7 @@ class World:
         self._here.rank = rank
 
     def loaders(self, *args: Any, **options: Any) -> list[ShardLoader]:
-        """The loader of every rank."""
+        """Make the loader of every rank."""
         found = []
         for rank in range(len(self.runs)):
             self.rank = rank
@@ -80,12 +80,12 @@ class World:
         return found
 
     def next(self, rank: int, batches: Iterator[Any]) -> Any:
-        """The next batch of a rank; None at the end of its epoch."""
+        """Return the next batch of a rank; None at the end of its epoch."""
         self.rank = rank
         return next(batches, None)
 
     def epoch(self, loaders: list[ShardLoader], until: int | None = None) -> list[list[Any]]:
-        """The batches all ranks together take of an epoch, or of its first `until` batches of each rank."""
+        """Return the batches each rank takes of an epoch, or the first `until` of each rank."""
         found: list[list[Any]] = [[] for _ in loaders]
 
         def work(rank: int) -> None:
@@ -128,7 +128,7 @@ class World:
         )
 
     def handle(self, rank: int, message: Message) -> None:
-        """A message of a rank, in the coordinator's thread."""
+        """Handle a rank's message in the coordinator's thread."""
         now_s = time.monotonic()
         if isinstance(message, LeaseAsk):
             self.service.ask(rank, message, None, now_s)
@@ -144,7 +144,7 @@ class World:
 
 
 def _coordinate(world: weakref.ref[World], inbox: queue.SimpleQueue[tuple[int, Message] | None]) -> None:
-    """The coordinator's thread; it ends with its world."""
+    """Run the coordinator's thread; it ends with its world."""
     while (item := inbox.get()) is not None:
         one = world()
         if one is None:

@@ -1,4 +1,4 @@
-"""Edited copies of a predictor's model: what a bad disk, a bad merge or a bad person makes of its files."""
+"""Edited copies of a predictor's model, with errors as from a bad disk, a bad merge or an attacker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NUMBERS = ("-1", "0", "7", "99", "-99", "4095", "2147483647", "-2147483648", "4
 
 
 def edited(source: Path, target: Path, seed: int) -> str:
-    """Copy a model with one or more edits, hashes made to fit but for every tenth; says what was done."""
+    """Copy a model with one or more edits; hashes are updated in nine of ten cases. Return a description."""
     draw = random.Random(seed)
     shutil.copytree(source, target)
     head = draw.choice(HEADS)
@@ -55,7 +55,7 @@ def _line_twice(text: str, draw: random.Random) -> str:
 
 
 def _number(text: str, draw: random.Random) -> str:
-    """Another number in a line of numbers; of the same length in half of the cases, so that sizes still fit."""
+    """Replace a number in a line of numbers; in half of the cases by one of equal length, so that sizes still match."""
     lines = text.split("\n")
     name = draw.choice(("left_child", "right_child", "split_feature", "num_leaves", "decision_type", "tree_sizes",
                         "leaf_value", "threshold", "num_cat", "max_feature_idx", "is_linear"))  # fmt: skip

@@ -13,7 +13,7 @@ __all__ = ["wait_without_spinning"]
 
 
 def wait_without_spinning() -> None:
-    """Horovod's own wait keeps a core busy: with more ranks than cores that takes most of the job's time."""
+    """Make Horovod's wait sleep; with more ranks than cores, its spinning takes most of the job's time."""
     spinning = mpi_ops.synchronize
 
     @functools.wraps(spinning)

@@ -1,7 +1,7 @@
-"""A TCP proxy on loopback that sits between two ends and resets, delays, stalls or splits what passes.
+"""A TCP proxy on loopback that can reset, delay, stall or split the data between two peers.
 
-It understands as much of ZeroMQ's framing (a greeting of 64 bytes, then frames with their size in front) as it needs to
-break a connection at a chosen frame, or in the middle of one; encrypted frames have the same shape.
+It understands enough of ZeroMQ's framing (a greeting of 64 bytes, then frames preceded by their size) to break a
+connection at a chosen frame, or in the middle of one; encrypted frames have the same form.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TO_SERVER, TO_CLIENT = 0, 1
 _GREETING_BYTES = 64
 _READ_BYTES = 1 << 16
 _MOST_WAITING = 1 << 20
-_RESET = struct.pack("ii", 1, 0)  # Linger for no time: closing sends a reset.
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER with zero time: closing sends a reset.
 
 
 class _Frames:
@@ -34,7 +34,7 @@ class _Frames:
         self._greeting = True
 
     def next_end(self, data: memoryview) -> tuple[int, bool]:
-        """Bytes up to the end of the present frame, at most all of these, and whether it ends there."""
+        """Return the bytes up to the end of the current frame, at most all of `data`, and whether it ends there."""
         taken = 0
         while taken < len(data):
             if self._left:
@@ -83,7 +83,7 @@ class _Connection:
 
 @dataclass
 class _Plan:
-    """When to break a connection."""
+    """When to reset a connection."""
 
     way: int
     frames: int
@@ -91,16 +91,16 @@ class _Plan:
 
 
 class Proxy:
-    """A listening port that leads to another one.
+    """A listening port that forwards to another one.
 
     Args:
-        port: Where it leads to, on loopback.
-        delay_s: How much later everything arrives.
-        piece_bytes: Nothing larger than this is sent on at once.
+        port: The target port, on loopback.
+        delay_s: Delay of all data.
+        piece_bytes: Largest piece that is sent at once.
 
     Attributes:
-        port: Where it listens.
-        connections: Connections made so far.
+        port: The listening port.
+        connections: Connections accepted so far.
         cuts: Connections reset so far.
     """
 
@@ -131,46 +131,46 @@ class Proxy:
         self._ring()
 
     def arm(self, way: int, frames: int, *, inside: bool = False) -> None:
-        """Reset the connection once so many frames from now have passed in a direction, or in the middle of the next.
+        """Reset the connection after `frames` more frames in a direction, or in the middle of the one after them.
 
-        Frames of handshakes count.
+        Handshake frames count.
         """
         with self._lock:
             self._plan = _Plan(way, frames, inside)
 
     def arm_at_byte(self, way: int, offset: int) -> None:
-        """Reset the next connection when so many bytes of it have passed in a direction."""
+        """Reset the next connection when `offset` bytes of it have passed in a direction."""
         with self._lock:
             self._cut_at_byte = (way, offset)
 
     @property
     def armed(self) -> bool:
-        """Whether a reset is planned that has not happened yet."""
+        """Whether a planned reset is still pending."""
         with self._lock:
             return self._plan is not None or self._cut_at_byte is not None
 
     def disarm(self) -> bool:
-        """Nothing is planned any more; whether something still was."""
+        """Cancel the planned reset; return whether there was one."""
         with self._lock:
             planned = self._plan is not None or self._cut_at_byte is not None
             self._plan = self._cut_at_byte = None
             return planned
 
     def stall(self) -> None:
-        """Keep the connections there are open and let nothing through any more (half open). New ones are well."""
+        """Keep the present connections open but forward nothing more (half open). New connections still work."""
         with self._lock:
             self._stick_now = True
         self._ring()
 
     def refuse(self, on: bool = True) -> None:
-        """Reset all connections at once, and new ones as soon as they are made, or take them again."""
+        """Reset all connections and every new one; with `on=False`, accept connections again."""
         with self._lock:
             self._refusing = on
             self._cut_now = self._cut_now or on
         self._ring()
 
     def close(self) -> None:
-        """Reset everything and end."""
+        """Reset everything and end the thread."""
         self._stop.set()
         self._ring()
         self._thread.join(10.0)
@@ -210,7 +210,7 @@ class Proxy:
     def _due_s(self) -> float:
         now_s = time.monotonic()
         firsts = [way.waiting[0][0] for each in self._open if not each.stuck for way in each.ways if way.waiting]
-        return min((due_s - now_s for due_s in firsts if due_s > now_s), default=1.0)  # What is due waits for room.
+        return min((due_s - now_s for due_s in firsts if due_s > now_s), default=1.0)  # Overdue data waits for room.
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -231,7 +231,7 @@ class Proxy:
             self.connections += 1
 
     def _watch(self) -> None:
-        """Wake up for whatever can go on."""
+        """Select the sockets on which progress is possible."""
         wanted: dict[socket.socket, int] = {}
         now_s = time.monotonic()
         for each in self._open:
@@ -276,7 +276,7 @@ class Proxy:
                 way.waiting_bytes += len(data)
 
     def _write(self, connection: _Connection, number: int) -> bool:
-        """Send on what is due; whether the connection is to be reset now."""
+        """Forward data that is due; return whether to reset the connection now."""
         way, target = connection.ways[number], connection.target(number)
         while way.waiting and way.waiting[0][0] <= time.monotonic():
             due_s, data = way.waiting.popleft()
@@ -289,7 +289,7 @@ class Proxy:
             except BlockingIOError:
                 self._put_back(way, due_s, data[sent:])
                 way.passed += sent
-                return cut  # If so, earlier than planned: the receiver takes no more now.
+                return cut  # A reset is then earlier than planned, as the receiver accepts no more data now.
             way.passed += sent
             if cut:
                 return True
@@ -299,12 +299,12 @@ class Proxy:
         return False
 
     def _put_back(self, way: _Way, due_s: float, data: bytes) -> None:
-        """The receiver is busy. These bytes are counted as frames again: plans are exact for small messages only."""
+        """Requeue unsent data; its bytes count as frames again, so plans are exact for small messages only."""
         way.waiting.appendleft((due_s, data))
         way.waiting_bytes += len(data)
 
     def _allowed(self, way: _Way, number: int, data: bytes) -> tuple[int, bool]:
-        """How many of these bytes pass, and whether the connection is reset then."""
+        """Return how many of these bytes may pass, and whether the connection is reset after them."""
         with self._lock:
             at_byte = self._cut_at_byte
             if at_byte is not None and at_byte[0] == number and way.passed + len(data) >= at_byte[1]:

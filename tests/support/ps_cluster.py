@@ -1,4 +1,4 @@
-"""Servers and workers of one optimizer for a test: server processes, or servers in threads of the test itself."""
+"""Servers and workers of one optimizer for a test: server processes, or servers in threads of the test process."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from star_hvd.ps.worker.client import Client
 
 __all__ = ["DEADLINE_S", "Cluster", "ThreadServer", "cluster", "plain_steps", "run_all"]
 
-DEADLINE_S = 240.0  # Of what hangs.
+DEADLINE_S = 240.0  # Reached only by a hang.
 SHAPES = ((40, 30), (40,), (7, 40), (7,))
 Optimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def sgd(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """SGD with everything on, in two groups."""
+    """Make SGD with all features enabled, in two groups."""
     groups = [{"params": params[:1], "weight_decay": 0.01}, {"params": params[1:], "lr": 0.05}]
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
 
 
 class _ThreadProcess:
-    """A server in a thread, behind what `ServerProcess` uses of a process."""
+    """A server in a thread, with the part of the process interface that `ServerProcess` uses."""
 
     pid = -1
     returncode: int | None = None
@@ -66,17 +66,17 @@ class _ThreadProcess:
 
 
 class ThreadServer(ServerProcess):
-    """A server in a thread of this process: starts at once, and a debugger sees it."""
+    """A server in a thread of this process: starts immediately and is visible in a debugger."""
 
     def _spawn(self, end: socket.socket, deadline_s: float) -> Any:
         return _ThreadProcess(Pipe(end.dup()))
 
 
 class FaultyServer(ServerProcess):
-    """A server process that is killed by a fault of its own at each start, the first one's too.
+    """A server process that is killed by an injected fault at each start, including the first.
 
     Args:
-        faults: Of the starts one after another, see `Shard`; those that follow have none.
+        faults: Faults of consecutive starts, see `Shard`; later starts have none.
         settings: Of `ServerProcess`.
     """
 
@@ -89,15 +89,15 @@ class FaultyServer(ServerProcess):
 
 
 class Cluster:
-    """See the module's text.
+    """See the module's docstring.
 
     Args:
         plan: The plan of the servers.
         servers: Number of shards.
         optimizer: Makes the optimizer.
         shapes: Shapes of the parameters.
-        processes: Whether servers are processes; they are started again when they die.
-        faults: Per shard what kills its processes, see `FaultyServer`.
+        processes: Whether servers are processes; these are restarted when they die.
+        faults: Per shard, the faults that kill its processes, see `FaultyServer`.
         settings: Of `ServerProcess`.
         host: Address the servers listen on, or a folder for Unix sockets.
         chunk_bytes: Size of a chunk.
@@ -201,19 +201,19 @@ class Cluster:
             client.replace(index, endpoint)
 
     def server_of(self, index: int) -> Server:
-        """The server object of a shard in a thread."""
+        """Return the server object of a shard that runs in a thread."""
         process: Any = self.servers[index]._process
         found: Server = process.server
         return found
 
     def settled(self) -> None:
-        """Wait until all servers that died are back."""
+        """Wait until all dead servers have been restarted."""
         for guard in list(self._guards):
             guard.join(DEADLINE_S)
             assert not guard.is_alive(), "a server did not come back in time"
 
     def wait_event(self, name: str, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
-        """The next event of that name; those before it are passed over."""
+        """Return the next event of that name, discarding events before it."""
         limit_s = time.monotonic() + deadline_s
         while True:
             try:
@@ -224,7 +224,7 @@ class Cluster:
                 return event
 
     def gradients(self, rank: int, step: int) -> list[torch.Tensor]:
-        """Random gradients that depend on rank and step alone, one flat tensor per bucket with the weight behind."""
+        """Return random gradients for a rank and step: one flat tensor per bucket, with the weight at its end."""
         generator = torch.Generator().manual_seed(1000 * rank + step)
         flats = [torch.randn(b.numel + 1, generator=generator).to(b.flat.dtype) for b in self.buckets]
         for flat in flats:
@@ -241,7 +241,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster(plan: Plan, *, seed: bool = True, **settings: Any) -> Iterator[Cluster]:
-    """A started cluster, ended whatever happens."""
+    """Start a cluster, and end it in any case."""
     made = Cluster(plan, **settings)
     try:
         made.start(seed=seed)
@@ -251,7 +251,7 @@ def cluster(plan: Plan, *, seed: bool = True, **settings: Any) -> Iterator[Clust
 
 
 def run_all(*works: Callable[[], Any]) -> list[Any]:
-    """Run these in threads of their own; their results, or the first error."""
+    """Run the functions in threads of their own; return their results, or raise the first error."""
     results: list[Any] = [None] * len(works)
     errors: list[BaseException] = []
 
@@ -273,7 +273,7 @@ def run_all(*works: Callable[[], Any]) -> list[Any]:
 
 
 def plain_steps(cluster: Cluster, steps: int, ranks: int, first: int = 0) -> None:
-    """The steps `first` to `steps` on the cluster's own optimizer: plain torch with the mean of the gradients."""
+    """Make the steps `first` to `steps` on the cluster's own optimizer: plain torch with the mean of the gradients."""
     for step in range(first, steps):
         grads = [cluster.gradients(rank, step) for rank in range(ranks)]
         for index, bucket in enumerate(cluster.buckets):

@@ -1,4 +1,4 @@
-"""What a rank has left to send of a bucket, as a checkpoint has it."""
+"""The error-feedback residual of a bucket on a rank, as stored in a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["left_of"]
 
 
 def left_of(wire: LossyWire, bucket: Bucket) -> torch.Tensor:
-    """One element per element of the bucket, in float64; zeros where nothing is left."""
+    """Return one element per element of the bucket, in float64; zeros where there is no residual."""
     places: defaultdict[torch.nn.Parameter, int] = defaultdict(itertools.count().__next__)
     state = wire.state(places)
     left = {} if state is None else state["residuals"]

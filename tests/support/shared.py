@@ -1,8 +1,8 @@
-"""Many scenarios in one job, each as if it had a job of its own: what ends the job costs no other scenario.
+"""Many scenarios in one job, each isolated as if it had its own job: one that ends the job costs no other scenario.
 
-Starting a job takes longer than most scenarios, so those that leave nothing behind run one after another. The program
+Starting a job takes longer than most scenarios, so scenarios without side effects run one after another. The program
 reports `{"facts": {scenario: ...}, "running": scenario}` (see `launch.write_result`) and takes the names of the
-scenarios as its arguments. A job that ends early is followed by one with the scenarios behind that at which it ended.
+scenarios as its arguments. If a job ends early, another one runs the scenarios after the one at which it ended.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ __all__ = ["facts_of"]
 
 
 def facts_of(module: str, names: tuple[str, ...], name: str, *, ranks: int, noted: str = "") -> list[dict[str, Any]]:
-    """What the ranks found out in a scenario, of the job that runs `names`.
+    """Return each rank's facts about a scenario, from the job that runs `names`.
 
     Args:
         module: The program.
         names: Scenarios that share a job.
-        name: The one that is asked for.
+        name: The requested scenario.
         ranks: Number of ranks.
-        noted: Lines with this in them are part of the error, beside those of the library.
+        noted: Output lines that contain this are part of the error, beside the library's.
 
     Raises:
-        AssertionError: The job ended in it.
+        AssertionError: The job ended in this scenario.
     """
     for job in _jobs(module, names, ranks):
         facts = [result.get("facts", {}).get(name) for result in job.results]
@@ -40,7 +40,7 @@ def facts_of(module: str, names: tuple[str, ...], name: str, *, ranks: int, note
 
 
 def _running(job: JobResult) -> list[str]:
-    """Where the ranks were when the job ended; the last scenario too where it ended behind it."""
+    """Return the scenarios in which ranks were when the job ended; the last one also if the job ended after it."""
     return [result.get("running", "") for result in job.results]
 
 

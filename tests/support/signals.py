@@ -1,8 +1,8 @@
-"""Marks by which the ranks of a test job tell each other what has happened, without Horovod and without waiting.
+"""Marks by which ranks of a test job signal events to each other, without Horovod and without waiting.
 
-A scenario that needs something to happen (a gradient that is folded, a mode that comes into force) goes on until it
-has, on whatever machine: the rank that sees it makes a mark, and all ranks go on until they find the mark. Marks are
-files beside the ranks' reports, so they disturb no collective and stay when the rank that made them dies.
+A scenario that needs an event (a gradient is folded, a mode comes into force) continues until it has happened, however
+slow the machine: the rank that sees it sets a mark, and all ranks continue until they find the mark. Marks are files
+beside the ranks' reports, so they affect no collective and remain when the rank that set them dies.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from tests.support.launch import RESULTS
 
 __all__ = ["PATIENCE_S", "await_marks", "freeze", "mark", "marked"]
 
-PATIENCE_S = 240.0  # What has not happened by then never will, on any machine.
+PATIENCE_S = 240.0  # An event that has not happened by then never will, on any machine.
 
 
 def mark(name: str) -> None:
-    """Make a mark of this rank's."""
+    """Set a mark of this rank."""
     _path(name, int(os.environ.get("HOROVOD_RANK", "0"))).touch()
 
 
 def marked(name: str, ranks: Iterable[int] | None = None) -> bool:
-    """Whether all of `ranks` have made the mark; without `ranks`, whether any rank has."""
+    """Return whether all of `ranks` have set the mark; without `ranks`, whether any rank has."""
     if ranks is None:
         return any(True for _ in _folder().glob(f"{_file(name)}.*"))
     return all(_path(name, rank).exists() for rank in ranks)
 
 
 def await_marks(name: str, ranks: Iterable[int] | None = None, deadline_s: float = PATIENCE_S) -> bool:
-    """Wait for `marked`; whether it came true in time."""
+    """Wait for `marked`; return whether it became true in time."""
     wanted = None if ranks is None else list(ranks)
     limit_s = time.monotonic() + deadline_s
     while not marked(name, wanted):
@@ -47,15 +47,15 @@ def await_marks(name: str, ranks: Iterable[int] | None = None, deadline_s: float
 
 
 def freeze(name: str, ranks: Sequence[int], *, at_least_s: float = 0.0, at_most_s: float = PATIENCE_S) -> bool:
-    """Stop this process until those `ranks` have made the mark `name`; a process of its own ends it.
+    """Stop this process until those `ranks` have set the mark `name`; a helper process continues it.
 
     Args:
-        name: The mark; `name.stopped` is made when this process stands still.
-        ranks: Of whom the mark is waited for.
-        at_least_s: It stands still for so long, however early the marks are there.
-        at_most_s: After this it is let go, for the others to end.
+        name: The mark; `name.stopped` is set when this process is stopped.
+        ranks: The ranks whose mark is awaited.
+        at_least_s: Shortest time stopped, even if the marks are set earlier.
+        at_most_s: Longest time stopped, so that the other ranks can end.
 
-    Returns: whether they made the mark.
+    Returns: whether they set the mark.
     """
     code = (
         "import os, psutil, signal, sys, time\n"
@@ -85,7 +85,7 @@ def _file(name: str) -> str:
 
 def _folder() -> Path:
     folder = os.environ.get(RESULTS)
-    if folder is None:  # A job that was started by hand: every job has a launcher with a port of its own.
+    if folder is None:  # The job was started by hand; each job's launcher has a different port.
         port = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", str(os.getpid()))
         folder = str(Path(tempfile.gettempdir()) / f"star-marks-{port}")
         os.makedirs(folder, exist_ok=True)

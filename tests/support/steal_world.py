@@ -1,4 +1,4 @@
-"""A `MicrobatchPool` and simulated ranks on one simulated clock, for the times that its rules lead to."""
+"""A `MicrobatchPool` and simulated ranks on one simulated clock, to evaluate the step times that its rules give."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from scheduler.rules.step_layout import LONGEST, StepLayout, grain
 __all__ = ["StealWorld"]
 
 MESSAGE_S = 0.0005
-LATE = 1.5  # As `star_hvd.input.microbatches` has it.
+LATE = 1.5  # As in `star_hvd.input.microbatches`.
 
 
 @dataclass
 class _Rank:
-    """What a rank knows of an epoch."""
+    """A rank's state in an epoch."""
 
-    runs: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)  # First task and number, by step.
+    runs: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)  # By step: first task and number of tasks.
     expected_s: dict[int, float] = field(default_factory=dict)
     step: int = 0
     closed: int = -1
@@ -35,24 +35,24 @@ class _Rank:
 
 
 class StealWorld:
-    """See the module's text.
+    """See the module's docstring.
 
     Args:
-        slowdown: Of a rank in a step.
-        fixed_s: Of a pass whatever its size.
-        sample_s: Of a sample on top.
+        slowdown: Maps rank and step to the rank's slowdown.
+        fixed_s: Time of a pass independent of its size.
+        sample_s: Additional time per sample.
         ranks: Number of ranks.
         batch: Samples of a rank in a step.
-        parts: Micro-batches of it.
-        reduce_s: What a step takes behind the last pass.
-        jitter: Relative, of a pass.
-        seed: Of that.
+        parts: Micro-batches of a batch.
+        reduce_s: Time of a step after the last pass.
+        jitter: Relative jitter of a pass.
+        seed: Random seed of the jitter.
 
     Attributes:
-        times: What was fitted, over the epochs.
+        times: The fitted pass times, over the epochs.
         steps_s: Time of every step.
         passes: Passes of every step, of all ranks.
-        most: Most samples in a pass.
+        most: Largest number of samples in a pass.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class StealWorld:
         self._epochs = 0
 
     def epoch(self, steps: int) -> None:
-        """Train an epoch of so many steps, every sample once."""
+        """Train an epoch of `steps` steps, every sample once."""
         self._layout = StepLayout(
             steps * self.batch * self.n, self.batch, self.parts, self.n, grain=grain(self.batch, self.parts)
         )

@@ -1,6 +1,6 @@
-"""In the place of a rank or a launcher that the fork server makes: `python -S stub.py MODULE ARGUMENT...`.
+"""Stands in for a rank or launcher that the fork server runs: `python -S stub.py MODULE ARGUMENT...`.
 
-See `forkserver.py`. Imports little, for it stands in the place of a process that starts at once.
+See `forkserver.py`. It imports little, so that it starts immediately.
 """
 
 import array
@@ -13,7 +13,7 @@ import sys
 
 
 def main(words: list[str]) -> None:
-    """Have the process forked, pass signals on to it, and end as it ends."""
+    """Have the process forked, forward signals to it, and end as it ends."""
     held = (signal.SIGTERM, signal.SIGINT)
     signal.pthread_sigmask(signal.SIG_BLOCK, held)
     with socket.socket(socket.AF_UNIX) as server:
@@ -35,7 +35,7 @@ def main(words: list[str]) -> None:
 
 
 def receive(server: socket.socket) -> int:
-    """The next number from the server."""
+    """Return the next number from the server."""
     data = b""
     while len(data) < 8:
         more = server.recv(8 - len(data))

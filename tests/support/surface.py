@@ -1,7 +1,7 @@
-"""What users and their stored data rely on: public names and signatures, settings, message kinds, columns, keys.
+"""What users and their stored data depend on: public names and signatures, settings, message kinds, columns, keys.
 
-`python -m tests.support.surface` prints it; `tests/golden/public_surface.json` holds what was printed when it was last
-meant to change.
+`python -m tests.support.surface` prints it; `tests/golden/public_surface.json` is its output at the last intended
+change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "public_surface.json"
 
 
 def surface() -> dict[str, Any]:
-    """Everything of it, as JSON values."""
+    """Return the whole surface as JSON values."""
     return {
         "names": {name: _described(getattr(star_hvd, name)) for name in sorted(star_hvd.__all__)},
         "config": {item.name: repr(item.default) for item in dataclasses.fields(star_hvd.Config)},
@@ -77,10 +77,10 @@ def _kinds() -> set[str]:
 
 
 def _plan_keys() -> set[str]:
-    """Keys under which a plan's fields are stored."""
+    """Return the keys under which a plan's fields are stored."""
     try:
         Plan.from_dict({"mode": "sync", "world_size": 4, "quorum": 4, "no such field": 0})
-    except PlanError as error:  # It names all that there are.
+    except PlanError as error:  # The message names all of them.
         return set(re.findall(r"'(\w+)'", str(error).partition("expected")[2]))
     raise AssertionError("an unknown field of a plan was taken")
 
@@ -91,7 +91,7 @@ def _outcome_record() -> list[str]:
 
 
 def _mlflow_keys() -> dict[str, list[str]]:
-    """Keys of metrics and parameters, of a made-up run that has everything."""
+    """Return the keys of metrics and parameters, from a made-up run that has all of them."""
     ranks = {name: [1.0, 2.0] for name in ("compute_s", "wait_s", "offset_s", "cpu_share", "input_share")}
     window = {
         "kind": "window", "time_s": 2.0, "step": 10, "mode": "sync", "noise_scale": 3.0, "loss": 0.5, "folds": 1.0,

@@ -1,4 +1,4 @@
-"""A proxy between a client and a server that keeps every byte that goes through it, either way."""
+"""A proxy between a client and a server that records every byte in both directions."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["Tap"]
 
 
 class Tap:
-    """Listens on a port of its own and passes on to another.
+    """Listens on a port of its own and forwards to another.
 
     Args:
-        host: Of both.
-        port: Where the connections go.
+        host: Host of both.
+        port: Port to which connections are forwarded.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -27,7 +27,7 @@ class Tap:
 
     @property
     def captured(self) -> bytes:
-        """Everything that has gone through, stream by stream."""
+        """Return all recorded bytes, stream by stream."""
         return b"\0".join(bytes(stream) for stream in list(self._streams))
 
     def _accept(self) -> None:

@@ -1,4 +1,4 @@
-"""Times of rounds from files of traces: one of our own making everywhere, and the recorded ones where they are."""
+"""Round times from trace files: the synthetic one, and the recorded ones where they are available."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECORDED = Path(os.environ.get("STAR_TRACES", ROOT.parent / "shared" / "data" / 
 
 
 def golden_and_recorded(golden: list[tuple[Any, ...]], recorded: list[tuple[Any, ...]]) -> list[Any]:
-    """Parameters of a test: those of our own file, and where the recorded traces are, those of theirs after them.
+    """Return test parameters: those of our own file, followed by the recorded traces' if these are available.
 
     The first value of every tuple is the name of a trace; the test gets the file's path before it.
     """
@@ -30,15 +30,15 @@ def golden_and_recorded(golden: list[tuple[Any, ...]], recorded: list[tuple[Any,
 
 
 def uncontended_s(path: Path, name: str, what: str) -> np.ndarray:
-    """Seconds per round and worker, shape (n_rounds, 8), without the three rounds of warming up.
+    """Return seconds per round and worker, shape (n_rounds, 8), without the three warm-up rounds.
 
     Args:
-        what: `compute`, or `total` for what the gradient took to the server and the parameters took back as well.
+        what: `compute`, or `total`, which adds sending the gradient to the server and receiving the parameters.
     """
     trace = _document(path)[name]
     inward, outward = np.asarray(trace["ssgd"]["in_ms"]), np.asarray(trace["ssgd"]["prev_out_ms"])
     compute = np.asarray([row[: len(inward)] for row in trace["worker_compute_ms"]]).T
-    if what == "total":  # the way out is logged one round late
+    if what == "total":  # The return transfer is logged one round late.
         compute = compute[:-1] + inward[:-1] + outward[1:]
     return np.asarray(compute[3:] * 1e-3)
 

@@ -1,4 +1,4 @@
-"""Windows for tests of what decides: made from tables of times, shape (steps, ranks)."""
+"""Windows for tests of decisions, made from tables of times, shape (steps, ranks)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Times = npt.NDArray[np.float64]
 def steady(
     n: int, steps: int = 32, *, slow: dict[int, float] | None = None, jitter: float = 0.02, usual_s: float = 0.1
 ) -> Times:
-    """Equal ranks with jitter, but for the slow ones."""
+    """Return times of equal ranks with jitter, except for the slow ones."""
     times = usual_s * np.exp(jitter * np.random.default_rng(n).standard_normal((steps, n)))
     for rank, factor in (slow or {}).items():
         times[:, rank] *= factor
@@ -38,7 +38,7 @@ def window(
     allowed: Sequence[str] = MODES,
     **fields: Any,
 ) -> Window:
-    """A window whose last step is `end`."""
+    """Return a window whose last step is `end`."""
     steps, n = times.shape
     last = steps if end is None else end
     return Window(

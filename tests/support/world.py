@@ -1,8 +1,8 @@
-"""A whole job in one thread: engines of all ranks, an all-reduce, a coordinator, and a scheduler that picks at random.
+"""A whole job in one thread: engines of all ranks, an all-reduce, a coordinator, and a random scheduler.
 
-Every actor (training program, helper, network, coordinator) does one small thing when it is picked, so a seed fixes
-an interleaving exactly. Gradients are one-hot: gradient number i of a rank has a one in a place of its own, so what
-the reductions summed tells for every single gradient how often and with which weight it was applied.
+Every actor (training program, helper, network, coordinator) makes one small move when it is picked, so a seed fixes the
+interleaving exactly. Gradients are one-hot: each gradient of a rank has its one at a different index, so the
+reduced sums show for every single gradient how often and with which weight it was applied.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Event = tuple[str, int, tuple[Any, ...]]
 
 
 class Network:
-    """In-place sum all-reduce whose operations end one by one, when the scheduler says so."""
+    """In-place sum all-reduce whose operations end one at a time, when the scheduler says so."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -69,11 +69,11 @@ class Port:
         return handle in self._network.ended
 
     def finish(self, handle: int) -> None:
-        self._network.ended.remove(handle)  # KeyError: collected twice, or before its end.
+        self._network.ended.remove(handle)  # KeyError: collected twice, or before it ended.
 
 
 class Ears:
-    """Listener of one rank: passes events on to the coordinator and remembers headers."""
+    """Listener of one rank: forwards events to the coordinator and stores headers."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
@@ -103,14 +103,14 @@ class Ears:
 def plain_optimizer(
     kind: str, params: list[torch.nn.Parameter], lr: float, momentum: float
 ) -> tuple[type[torch.optim.Optimizer], torch.optim.Optimizer]:
-    """Class and optimizer: `sgd` with momentum, or Adam."""
+    """Return class and instance of an optimizer: `sgd` with momentum, or Adam."""
     base: type[torch.optim.Optimizer] = torch.optim.SGD if kind == "sgd" else torch.optim.Adam
     keywords: dict[str, Any] = {"momentum": momentum} if kind == "sgd" else {}
     return base, base(params, lr=lr, **keywords)
 
 
 def collected(engine: StepEngine) -> Iterator[None]:
-    """The training thread waits for its own step; every `yield` is a place where others may go on."""
+    """Wait, as the training thread, for its own step; other actors may run at every `yield`."""
     handles = engine.own_step().all_handles()
     while not all(engine.collective.poll(handle) for handle in handles):
         yield
@@ -119,15 +119,15 @@ def collected(engine: StepEngine) -> Iterator[None]:
 
 
 class World:
-    """See the module's text.
+    """See the module's docstring.
 
     Args:
-        seed: Fixes model, speeds and interleaving.
+        seed: Determines model, speeds and interleaving.
         world_size: Number of ranks.
-        steps: Gradients each rank computes, drawn per rank between half of it and all of it when `uneven`.
-        plans: Plans the coordinator publishes, one after the other, at random times.
-        manual_share: Part of the steps in which a rank works between `synchronize` and `step`.
-        abandon_share: Chance per coordinator turn that a published plan is abandoned.
+        steps: Gradients each rank computes; with `uneven`, drawn per rank between half of it and all of it.
+        plans: Plans the coordinator publishes, in order, at random times.
+        manual_share: Share of the steps in which a rank works between `synchronize` and `step`.
+        abandon_share: Probability per coordinator turn that a published plan is abandoned.
         max_staleness: See `Plan`.
         uneven: Whether ranks make different numbers of steps.
         optimizer: `sgd` (momentum) or `adam`.
@@ -176,7 +176,7 @@ class World:
         torch.manual_seed(seed)
         gaps = random.Random(100 * seed + rank)
         size = self.world_size * self.max_steps
-        # Without float32 in the last bucket the header travels as a tensor of its own.
+        # If the last bucket is not float32, the header travels as a separate tensor.
         dtype = torch.float64 if seed % 4 == 0 else torch.float32
         params = [torch.nn.Parameter(torch.randn(size, dtype=dtype)) for _ in range(3)]
         base, opt = plain_optimizer(optimizer, params, lr=0.1, momentum=0.9)
@@ -191,14 +191,14 @@ class World:
             noise_interval_steps=2,
             early_after_steps=self.early_after_steps,
             raise_on_mismatch=self.raise_on_mismatch,
-            # The gap between the last gradient and the header is long in some steps: the header then travels alone.
+            # In some steps the gap between the last gradient and the header is long; the header then travels alone.
             clock=lambda: gaps.uniform(0.0, 0.02),
         )
 
     # ---- actors ---------------------------------------------------------------------------------------------
 
     def _train(self, rank: int) -> Iterator[None]:
-        """The training thread of one rank; every `yield` is a place where others may go on."""
+        """Run the training thread of one rank; other actors may run at every `yield`."""
         engine = self.engines[rank]
         for number in range(self.lengths[rank]):
             manual = self._works_on_mean(engine.step)
@@ -225,13 +225,13 @@ class World:
             yield from self._catch_up(engine)
             if not member:
                 engine.note_joined()
-            # A learning-rate schedule of the rank's own steps, so that ranks disagree unless the leader's is used.
+            # A learning-rate schedule by the rank's own steps, so that ranks disagree unless the leader's is used.
             engine.applier.optimizer.param_groups[0]["lr"] = 0.1 / (2 + number)
         engine.set_inactive(True)
         self.inbox.append(("leave", rank, ()))
 
     def _works_on_mean(self, step: int) -> bool:
-        """Whether programs work between `synchronize` and `step`, on all ranks alike."""
+        """Whether programs work between `synchronize` and `step` in this step, the same on all ranks."""
         return random.Random(1000 * self.seed + step).random() < self.manual_share
 
     def _catch_up(self, engine: StepEngine) -> Iterator[None]:
@@ -297,7 +297,7 @@ class World:
         """Pick actors at random until all programs have ended and nothing is left to do.
 
         Raises:
-            AssertionError: It did not come to an end: somebody waits for ever.
+            AssertionError: It did not end: some actor waits forever.
         """
         for _ in range(max_ticks):
             self.now_s += 1.0
@@ -326,7 +326,7 @@ class World:
             self._deliver(rank)
 
     def _quiet(self) -> bool:
-        """Whether no message, operation or helper has anything left to do."""
+        """Whether no message, operation or helper has work left."""
         idle = not self.inbox and not any(self.mail) and not self.network.ready()
         return idle and not any(engine.helper_has_work() for engine in self.engines)
 
