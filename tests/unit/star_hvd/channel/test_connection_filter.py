@@ -1,4 +1,4 @@
-"""The gate of a listening socket: how many are let in per second, and what the kernel drops."""
+"""The filter of a listening socket: how many are let in per second, and what the kernel drops."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from star_hvd.channel import gate
+from star_hvd.channel import connection_filter
 from star_hvd.channel.connection_filter import RATE_PER_S, SEGMENT_BYTES, Share, lift, limit, loopback_source, route
 
 KEY = b"k" * 40
@@ -74,7 +74,7 @@ def knock(listener: socket.socket, source: str, limit_s: float) -> socket.socket
 
 
 @linux
-@pytest.mark.parametrize("others", [0, 1, gate._BLOCK - 1, gate._BLOCK, 900])
+@pytest.mark.parametrize("others", [0, 1, connection_filter._BLOCK - 1, connection_filter._BLOCK, 900])
 def test_requests_of_the_job_always_come_through_and_others_do_not(others: int) -> None:
     own = loopback_source(KEY)
     known = [own, *(f"10.{index // 250}.7.{index % 250}" for index in range(others))]
