@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.lab.options import star_hvd_takes
 from scheduler.plan.mode_names import parse_mode
 
-__all__ = ["ROWS", "Row", "supported_modes"]
+__all__ = ["LINK_FIGURES", "ROWS", "Row", "supported_modes"]
 
 Figures = dict[str, Any]
 RANKS = 4
@@ -181,6 +181,10 @@ def _exact(scenario: str) -> Row:
 
 
 BALANCED = ("sync(balanced)",)
+LINK_FIGURES = (
+    "sync_lossless", "sync_lossless_bound", "sync_auto", "sync_auto_fp16", "compute_bound", "ps_bound",
+    "ps_background_bound", "ps_least_bound", "ps_wire_bound", "ps_auto", "local_exposed",
+)  # fmt: skip
 STEP_FIGURES = ("ranks", "cores", "network", "mode", "ratio", "block_ratio_quartiles", "folds")
 ROWS: tuple[Row, ...] = (
     _scenario("none", "partial(3)", exact=BALANCED),
@@ -250,7 +254,7 @@ ROWS: tuple[Row, ...] = (
         pick=keys("model_bytes", "ps_bytes_per_s", "ratio", "ps_server_cpu_s"),
     ),
     Row(
-        name="transmission", part="costs", module="benchmarks.transmission", pick=keys("cores", "ratio", "ratios"),
+        name="transmission", part="costs", module="benchmarks.transmission", pick=keys("ranks", *LINK_FIGURES),
     ),
     Row(
         name="decision", part="decisions", module="benchmarks.decision", quick=("--ranks", "8", "--repeats", "2"),

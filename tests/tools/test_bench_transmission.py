@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.figures.rows import LINK_FIGURES
 from benchmarks.transmission import CELLS, bound_s, figures, link_s, ps_cycle_s, ps_wire_s, push_s, variants_of
 from benchmarks.workers.transmission import VARIANTS, Job, network_of
 
@@ -80,6 +81,7 @@ def test_the_default_cells_give_every_figure() -> None:
     asked = {"sync_lossless", "sync_auto", "sync_auto_fp16", "ps_bound", "ps_auto", "local_exposed", "compute_bound"}
     asked |= {"ps_background_bound", "ps_least_bound", "ps_wire_bound"}
     assert asked <= found.keys()
+    assert set(LINK_FIGURES) <= found.keys(), "the row of the documents would be empty"
 
 
 def test_the_bound_of_a_lossless_schedule() -> None:
