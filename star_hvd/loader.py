@@ -226,7 +226,7 @@ class ShardLoader:
             assert self._feeder is not None
             batches = LeasedBatches(
                 self._run, stock, order, self._feeder, batch_size=self.batch_size, n_samples=samples, shares=shares,
-                repeats=self.repeats, equal_because=self._unweighted, note=self._note,
+                repeats=self.repeats, equal_because=self._even_because, note=self._note,
             )  # fmt: skip
         try:
             yield from batches
@@ -278,7 +278,7 @@ class ShardLoader:
     def _stock_for(self, positions: int) -> LeaseStock:
         """Return the stock of the epoch that starts: the one requested ahead, if the epoch's length is as expected."""
         stock, self._next_stock = self._next_stock, None
-        expected = (positions, self.batch_size, bool(self._unweighted))
+        expected = (positions, self.batch_size, bool(self._even_because))
         if stock is not None and (stock.samples, stock.batch, stock.even) != expected:
             stock.close()
             stock, self._passes = None, self._passes + 1
@@ -307,14 +307,21 @@ class ShardLoader:
             in_order=feeder is None or feeder.in_order,
             load_s=feeder.load_s if feeder is not None else 0.0,
             sizer=self.batch_sizer if shares is None else shares,
-            even=bool(self._unweighted),
+            even=bool(self._even_because),
             ask=ask,
         )
 
     @property
-    def _unweighted(self) -> str:
-        """Without an optimizer of this package, why all ranks need equally many batches; else empty."""
-        return "" if self._run.drivers or self._run.world_size == 1 else unweighted()
+    def _even_because(self) -> str:
+        """Why all ranks need equally many batches, as far as known when an epoch is opened; else empty.
+
+        A reason found in the first step, as with `SyncBatchNorm`, makes the coordinator change the shares.
+        """
+        run = self._run
+        if run.world_size == 1:
+            return ""
+        known = (driver.equal_batches for driver in run.drivers.values())
+        return next(filter(None, known), "") if run.drivers else unweighted()
 
     def _ask_for_next(self) -> None:
         """Request the first samples of the next epoch, so that they are here when it starts."""
