@@ -44,7 +44,7 @@ _LINKS_PART = 0.1  # Least part of a burst's time that is attributed to the link
 
 
 class Packer(Protocol):
-    """Encodes pushes, and is told how long each one took (`star_hvd.compression.pushes.PushCodec`)."""
+    """Encodes pushes, and receives how long each one took (`star_hvd.compression.pushes.PushCodec`)."""
 
     def pack(self, flats: Sequence[torch.Tensor]) -> bytes: ...
     def took(self, time_s: float) -> None: ...

@@ -12,8 +12,8 @@ __all__ = ["Wakeup"]
 class Wakeup:
     """A file descriptor to poll together with sockets; readable after `wake` until `clear`.
 
-    Any thread may call `wake`, before or after `close`. Whoever stops the polling thread calls `end`. Only the polling
-    thread uses the rest.
+    Any thread may call `wake`, before or after `close`. The thread that stops the polling thread calls `end`. Only the
+    polling thread uses the rest.
     """
 
     def __init__(self) -> None:

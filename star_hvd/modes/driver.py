@@ -309,7 +309,7 @@ class StepDriver:
             loss = self.engine.loss  # Read now: an averaging sends and clears it.
             logged = self.reporter.steps_logged
             value = active.step(skip=skip)
-            # The coordinator is told of local steps at averagings, the log of each. The log alone also gets a gradient
+            # The coordinator hears of local steps at averagings, the log of each. The log alone also gets a gradient
             # that came after its servers' mode had ended and is folded into a step of the next mode.
             if self.reporter.steps_logged != logged and self.reporter.wait_s:
                 self.timeline.waited(-1, time.monotonic() - self.reporter.wait_s)

@@ -1,6 +1,6 @@
 """Periods in which the training thread delivers no gradients: at the end of its data, or in a collective of the user's.
 
-They may be nested, and any thread may start and end one. Engines, servers and the coordinator are told only of the
+They may be nested, and any thread may start and end one. Engines, servers and the coordinator hear only of the
 outermost period, of its start and its end in this order. Servers confirm the start, so that when a rank leaves the
 user's collective they wait for no rank that is still inside; this rank waits for the confirmation outside the lock.
 """

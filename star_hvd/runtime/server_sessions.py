@@ -174,7 +174,7 @@ class ServerSessions:
                 self._process.ensure(self._config.plan_deadline_s)
 
     def _connect(self, session: _Session, optimizer_id: int) -> None:
-        """Connect a session to the servers of its plan; from now on it is told of restarts."""
+        """Connect a session to the servers of its plan; from now on it hears of restarts."""
         with self._changed:  # A restart reaches either `_found` or the session, at every moment.
             session.endpoints = self._found.pop((optimizer_id, session.number), [])
             self._sessions.setdefault(optimizer_id, []).append(session)
@@ -221,7 +221,7 @@ class ServerSessions:
         with self._changed:
             sessions = list(self._sessions.get(message.optimizer_id, []))
             found = self._found.get((message.optimizer_id, message.plan_id))
-            if found is not None:  # Nobody has connected yet.
+            if found is not None:  # No session has connected yet.
                 found[message.index] = endpoint
         for session in sessions:
             if session.number == message.plan_id:

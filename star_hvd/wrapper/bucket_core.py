@@ -202,7 +202,7 @@ class BucketCore:
     def _connect(self, driver: StepDriver) -> None:
         """Give the driver its access to the buckets."""
         self._timeline = driver.timeline
-        driver.gates = ForwardGates(lambda index: None)  # Whoever closes a gate sets `wait`.
+        driver.gates = ForwardGates(lambda index: None)  # The code that closes a gate sets `wait`.
         driver.begun = self._begun
         driver.mid_step = lambda: bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)
         driver.forget_parts = self._accumulation.clear
