@@ -14,8 +14,9 @@ together (guided self-scheduling). Further rules:
 - The epoch ends for no rank while another holds positions it has not begun: a rank may leave its loop at any time, and
   another must take what it returns. All positions are processed as long as one rank continues to the end.
 
-A rank whose worker processes load batches ahead (`ahead`) holds as many as are being loaded, up to the end of the
-epoch, but never more than its share of the remaining positions.
+A rank whose worker processes load batches ahead (`ahead`) holds up to twice as many as are being loaded, up to the end
+of the epoch, but never more than its share of the remaining positions: with fewer it would have to request each of the
+last batches.
 
 With batch shares (`LeaseQueue.entitle`) one number per rank replaces these rules: how many positions of the epoch the
 rank gets in total. All ranks then take their share in every step and end at the same step.
@@ -35,9 +36,9 @@ from dataclasses import dataclass, field
 
 __all__ = ["LEASE_S", "Answer", "LeaseQueue", "Span", "joined", "without"]
 
-LEASE_S = 60.0
-"""Twice the time a coordinator may be unreachable without effect: a rank requests more when a quarter is used up, and
-it may become faster than its measured pace."""
+LEASE_S = 80.0
+"""More than twice the time a coordinator may be unreachable without effect (30 s): a rank requests more when half is
+used up, and it may become faster than its measured pace."""
 
 _FIRST = 8
 """Batches of the first lease, before a pace is known."""
@@ -443,11 +444,12 @@ class LeaseQueue:
     def _allowed(self, rank: int, now_s: float) -> int:
         """Batches a rank may hold: half its share of what is left, at most `lease_s` seconds of its work.
 
-        It may always hold the batches its workers load ahead, up to its share. The share is rounded to the nearest
-        batch, or down if the rank is slow: a batch left free until the end would be loaded with nothing to overlap it.
+        It may always hold twice the batches its workers load ahead, up to its share. The share is rounded to the
+        nearest batch, or down if the rank is slow: a batch left free until the end would be loaded with nothing to
+        overlap it.
         """
         own_s = self._holders[rank].pace_s
-        left = self._batches(self._free) + sum(self._batches(each.held) for each in self._holders)
+        left = self._batches(self._free) + sum(self._holds_now(each, now_s) for each in self._holders)
         most, rate, ahead = _FIRST, 1.0, self._holders[rank].ahead
         slowness = 1.0
         if not math.isnan(own_s):
@@ -460,12 +462,22 @@ class LeaseQueue:
         share = left / rate
         half = share / 2.0 if rate > 1.0 else share  # All of it if no other rank takes part.
         whole = int(share + 0.5) if slowness < _SLOW else int(share)
-        return max(min(max(most, 2 * ahead), int(half)), min(ahead, whole))
+        return max(min(max(most, 2 * ahead), int(half)), min(2 * ahead, whole))
+
+    def _holds_now(self, holder: _Holder, now_s: float) -> int:
+        """Batches that a rank has probably not begun by now: it reports them only when it requests more."""
+        held = self._batches(holder.held)
+        if not held or not holder.begun or math.isnan(holder.pace_s):
+            return held
+        return max(0, held - int(min((now_s - holder.heard_s) / holder.pace_s, float(held))))
 
     def _overdue(self, holder: _Holder, now_s: float) -> bool:
-        """Whether a rank's report is long overdue; never before its first report."""
+        """Whether a rank's report is long overdue; never before it has begun the epoch.
+
+        All ranks request their first samples at the end of the epoch before, and may evaluate before they begin.
+        """
         pace_s = holder.pace_s
-        if math.isnan(holder.heard_s) or math.isnan(pace_s):
+        if not holder.begun or math.isnan(pace_s):
             return False
         return now_s - holder.heard_s > (_OVERDUE + self._batches(holder.held)) * pace_s
 

@@ -15,13 +15,14 @@ samples for it, and a rank that has had its share of the epoch returns the rest 
 from __future__ import annotations
 
 import abc
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from scheduler.rules.leasing import Span, joined, without
-from star_hvd.channel.messages.base import Message
+from star_hvd.channel.messages.base import Message, Send
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseAsk, LeaseRecall, LeaseReturn, ReportConsumed
 from star_hvd.errors import DeadlineError
 from star_hvd.locks import ordered_condition
@@ -29,7 +30,9 @@ from star_hvd.locks import ordered_condition
 __all__ = ["Batch", "BatchSizer", "ConstantBatches", "Consumption", "LeaseStock"]
 
 _LOOK_S = 0.5  # Interval between checks whether the wait has become pointless.
-_ASK_BELOW = 0.75  # Request more when less than this fraction of the stock after the last answer is left.
+_ASK_BELOW = 0.5  # Request more when less than this fraction of the stock after the last answer is left.
+_URGENT_S = 0.25  # A request waits for other messages (0.1 s at most) if the stock lasts longer than this.
+_SMOOTHING = 0.2  # Weight of the newest interval between two batches in the mean.
 _STEPS_KEPT = 512  # Number of latest batches whose step is remembered.
 
 
@@ -129,6 +132,7 @@ class LeaseStock:
         sizer: Decides how many samples each batch has; `batch` if left out.
         fixed: Whether the sizes cannot follow batch shares.
         even: Whether all ranks need equally many batches, see `LeaseAsk.even`.
+        clock: The time in seconds; only differences count.
     """
 
     def __init__(
@@ -140,15 +144,16 @@ class LeaseStock:
         samples: int,
         batch: int,
         drop_last: bool,
-        send: Callable[[Message], None],
+        send: Send,
         ahead: int = 0,
         in_order: bool = True,
         load_s: float = 0.0,
         sizer: BatchSizer | None = None,
         fixed: bool = False,
         even: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rank = rank
+        self._rank, self._clock = rank, clock
         self._sizer, self._fixed = sizer or ConstantBatches(batch), fixed
         self.even = even
         self.loader, self.epoch, self.samples, self.batch = loader, epoch, samples, batch
@@ -165,6 +170,9 @@ class LeaseStock:
         self._begun = 0
         self._consumption = Consumption()
         self._level = 0  # Samples in stock after the last answer.
+        self._was_empty = False  # Whether that answer gave none.
+        self._begun_s = math.nan  # When the last batch was begun.
+        self._interval_s = 0.0  # Smoothed time between two batches; 0 before the second.
         self._reported = (-1, -1)  # Samples begun, and batches delivered, at the last request.
         self._largest = batch  # Most samples in a batch so far.
         self._asked = self._over = self._exhausted = False
@@ -288,6 +296,7 @@ class LeaseStock:
                     self._begun += span[1] - span[0]
                     self._delivered += 1
                     self._consumption.note((span,), -1)
+                    self._note_interval()
                     self._ask_ahead()
                     return span
         return None
@@ -356,7 +365,7 @@ class LeaseStock:
             while self._spans and wanted:
                 spans.append(self._pop(wanted))
                 wanted -= spans[-1][1] - spans[-1][0]
-            formed_s = 0.0 if self._formed else time.monotonic()
+            formed_s = 0.0 if self._formed else self._clock()
             batch = Batch(self._numbers, tuple(spans), formed_s)
             self._largest = max(self._largest, batch.samples)
             self._numbers += 1
@@ -378,13 +387,14 @@ class LeaseStock:
             if batch is None:
                 return None
             if batch.formed_s:
-                load_s = time.monotonic() - batch.formed_s
+                load_s = self._clock() - batch.formed_s
                 self.load_s = min(self.load_s, load_s) if self.load_s else load_s
             if self._in_order:
                 self._begun += batch.samples
             self._delivered += 1
             self._idle = False
             self._consumption.note(batch.spans, step)
+            self._note_interval()
             self._ask_ahead()
             return batch
 
@@ -414,20 +424,31 @@ class LeaseStock:
     def _left(self) -> int:
         return sum(stop - start for start, stop in self._spans)
 
+    def _note_interval(self) -> None:
+        """Note that a batch is begun now."""
+        now_s = self._clock()
+        if not math.isnan(self._begun_s):
+            interval_s = now_s - self._begun_s
+            self._interval_s += (_SMOOTHING if self._interval_s else 1.0) * (interval_s - self._interval_s)
+        self._begun_s = now_s
+
     def _ask_ahead(self) -> None:
         """Request more while many are left and something was begun since (else the answer would be the same)."""
         if self._asked or self._over or (self._begun, self._delivered) == self._reported:
             return
-        short = self._left() <= max(1, self._ahead // 2) * self._largest
-        if short or self._held() < _ASK_BELOW * self._level:
-            self._ask()
+        held = self._held()
+        # An answer arrives long before the workers have loaded what is formed. After an empty answer the next would be
+        # empty too, unless another rank returns samples.
+        short = self._left() <= self._largest and not self._was_empty
+        if short or held <= _ASK_BELOW * self._level:
+            self._ask(urgent=held * self._interval_s < _URGENT_S * self.batch)
 
-    def _ask(self, index: int = -1) -> None:
+    def _ask(self, index: int = -1, *, urgent: bool = True) -> None:
         """Request more samples, for the batch of this index if that lacks some."""
         self._asked, self._asked_for, self._nothing_more_for = True, index, -1
-        self._send_ask()
+        self._send_ask(urgent=urgent)
 
-    def _send_ask(self, *, again: bool = False) -> None:
+    def _send_ask(self, *, again: bool = False, urgent: bool = True) -> None:
         self._reported = (self._begun, self._delivered)
         self._send(
             LeaseAsk(
@@ -446,7 +467,8 @@ class LeaseStock:
                 self._idle and not self._formed,
                 again,
                 self.even,
-            )
+            ),
+            urgent=urgent,
         )
         self._done = []
 
@@ -467,7 +489,7 @@ class LeaseStock:
                 self._nothing_more_for = self._asked_for if message.stop == message.start else -1
                 if message.stop > message.start:
                     self._spans.append((message.start, message.stop))
-                self._level = self._held()
+                self._level, self._was_empty = self._held(), message.stop == message.start
             elif isinstance(message, LeaseRecall):
                 kept = self._give_back(message.keep)
                 self._send_return(kept)

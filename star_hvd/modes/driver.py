@@ -12,6 +12,7 @@ import torch
 
 from scheduler.records import Plan
 from star_hvd.channel.messages import base as messages
+from star_hvd.channel.messages.base import Send
 from star_hvd.channel.messages.switch import Commit, PlanActive, Prepared, PrepareFailed, Restart
 from star_hvd.compression.pushes import unpack
 from star_hvd.config import Config
@@ -28,12 +29,12 @@ from star_hvd.modes.local_sgd import LocalSteps
 from star_hvd.modes.mode_switcher import ModeSwitcher, Services, Steps
 from star_hvd.modes.own_work import OwnWork
 from star_hvd.modes.phase import Phase
-from star_hvd.modes.step_reporter import Send, StepReporter
+from star_hvd.modes.step_reporter import StepReporter
 from star_hvd.modes.subgroup_child import ChildSteps
 from star_hvd.telemetry.step_timeline import StepTimeline
 from star_hvd.telemetry.timer import StepTimer
 
-__all__ = ["StepDriver", "Send"]
+__all__ = ["StepDriver"]
 
 logger = logging.getLogger("star_hvd")
 

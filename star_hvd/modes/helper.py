@@ -11,10 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from star_hvd.channel.messages.base import OptimizerDropped
+from star_hvd.channel.messages.base import OptimizerDropped, Send
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
-from star_hvd.modes.step_reporter import Send
 
 __all__ = ["Helper"]
 

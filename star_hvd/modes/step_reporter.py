@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.records import Plan, StepReport, StepTimes
 from star_hvd.channel.messages import base as messages
+from star_hvd.channel.messages.base import Send
 from star_hvd.channel.messages.switch import StepNote, Switched
 from star_hvd.engine.header import Header
 from star_hvd.engine.step_engine import StepEngine
@@ -21,7 +22,7 @@ from star_hvd.modes.ps_worker import StepInfo
 from star_hvd.telemetry.resources import Resources
 from star_hvd.telemetry.step_timeline import StepSample
 
-__all__ = ["Send", "StepLog", "StepReporter"]
+__all__ = ["StepLog", "StepReporter"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -29,12 +30,6 @@ _NO_TIMES = StepTimes(0.0)
 _FIRST_ARRIVALS = 8  # All of these are reported at once.
 _LATEST = 8  # Number of updates in a mean for the log.
 _SMOOTHING = 0.2  # Weight of the newest step in this rank's usual compute time.
-
-
-class Send(Protocol):
-    """Sends a control message; one that is not urgent may be held back and sent with others."""
-
-    def __call__(self, message: messages.Message, *, urgent: bool = True) -> None: ...
 
 
 class StepLog(Protocol):

@@ -121,7 +121,6 @@ class CoordinatorClient:
             even: Whether all ranks need equally many batches.
             ask: Request the first samples now; otherwise `LeaseStock.begin` does.
         """
-        send = self._agent.send
         stock = LeaseStock(
             self._rank,
             loader,
@@ -129,7 +128,7 @@ class CoordinatorClient:
             samples=samples,
             batch=batch,
             drop_last=drop_last,
-            send=lambda m: send(m),
+            send=self._agent.send,
             ahead=ahead,
             in_order=in_order,
             load_s=load_s,

@@ -16,7 +16,7 @@ import zmq
 from scheduler.records import Plan
 from star_hvd.channel.keys import Keyring
 from star_hvd.channel.late_push import ParentLink, probe
-from star_hvd.channel.messages.base import Message
+from star_hvd.channel.messages.base import Message, Send
 from star_hvd.channel.messages.switch import (
     DropSet,
     LinkRate,
@@ -32,7 +32,7 @@ from star_hvd.engine.collective import HorovodCollective
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import StarError
 from star_hvd.locks import ordered_condition
-from star_hvd.modes.driver import Send, StepDriver
+from star_hvd.modes.driver import StepDriver
 from star_hvd.modes.grouped import GroupSteps
 from star_hvd.modes.mode_switcher import Steps
 from star_hvd.modes.ps_worker import ServerSteps

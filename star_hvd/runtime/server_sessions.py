@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.plan.plan import Plan
-from star_hvd.channel.messages.base import Message, ModeUnsupported
+from star_hvd.channel.messages.base import Message, ModeUnsupported, Send
 from star_hvd.channel.messages.switch import Drained, Presence, ServerRestarted, Servers, ServerUp
 from star_hvd.config import Config
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.locks import ordered_condition
-from star_hvd.modes.driver import Send, StepDriver
+from star_hvd.modes.driver import StepDriver
 from star_hvd.ps.common.auth import Endpoint, JobKey
 from star_hvd.ps.common.layout import Layout, LayoutError
 from star_hvd.ps.common.optimizer_spec import OptimizerSpec

@@ -7,7 +7,7 @@ import operator
 import reprlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import msgpack
 
@@ -36,6 +36,7 @@ __all__ = [
     "PlanMessage",
     "ModeUnsupported",
     "Register",
+    "Send",
     "HeaderNote",
     "FindStateSource",
     "StateSource",
@@ -60,6 +61,12 @@ class Message:
     """
 
     kind: ClassVar[str] = ""
+
+
+class Send(Protocol):
+    """Sends a control message; one that is not urgent may be held back and sent with others."""
+
+    def __call__(self, message: Message, *, urgent: bool = True) -> None: ...
 
 
 _KINDS: dict[str, type[Message]] = {}

@@ -26,8 +26,10 @@ from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.input.lease_stock import LeaseStock
 from star_hvd.runtime.coordinator_client import CoordinatorClient
 from tests.support.effort import cases
+from tests.support.sending import sending_to
 
 LATENCY_S = 0.001
+HELD_BACK_S = 0.1  # A message that is not urgent.
 
 
 class Job:
@@ -72,6 +74,7 @@ class Job:
         self.idle_s = [0.0] * ranks
         self.over: set[int] = set()
         self.messages = 0
+        self.unsent: list[list[Message]] = [[] for _ in range(ranks)]
         self.service = LeaseService(ranks, self.to_rank)
         self.waiting: dict[int, float] = {}
         self.stocks = [self.stock(rank, samples, batch) for rank in range(ranks)]
@@ -93,13 +96,22 @@ class Job:
         self.work(rank)
 
     def stock(self, rank: int, samples: int, batch: int) -> LeaseStock:
-        def send(message: Message) -> None:
-            self.to_desk(rank, message)
+        def send(message: Message, *, urgent: bool = True) -> None:
+            self.unsent[rank].append(message)
+            if urgent:
+                self.flush(rank)
+            else:
+                self.at(self.now_s + HELD_BACK_S, functools.partial(self.flush, rank))
 
         return LeaseStock(
             rank, 0, 0, samples=samples, batch=batch, drop_last=False, send=send, ahead=self.ahead,
-            in_order=self.in_order,
+            in_order=self.in_order, clock=lambda: self.now_s,
         )  # fmt: skip
+
+    def flush(self, rank: int) -> None:
+        unsent, self.unsent[rank] = self.unsent[rank], []
+        for message in unsent:
+            self.to_desk(rank, message)
 
     def at(self, time_s: float, work: Callable[[], None]) -> None:
         heapq.heappush(self.events, (time_s, next(self.order), work))
@@ -343,7 +355,28 @@ def test_ranks_of_equal_pace_end_an_epoch_in_the_same_step_and_ask_at_most_once_
     job = Job(60 * 16, 16, 2, steady(0.1, 0.1), ahead=4, load_s=0.05)
     assert [len(spans) for spans in job.begun] == [30, 30] and job.thrown_away == 0
     assert max(job.ends_s) - min(job.ends_s) < 0.01, "the last batches were loaded like all others"
-    assert job.messages <= 45, "begin and end of the epoch, and less than one in a batch"
+    assert job.messages <= 26, "begin and end of the epoch, and one for every third batch"
+
+
+def test_ranks_that_have_yet_to_begin_an_epoch_get_their_share_of_it() -> None:
+    """The first samples are requested at the end of the epoch before, and an evaluation may follow that."""
+    queue = LeaseQueue(60 * 16, 16, 2)
+    for rank in (0, 1):
+        queue.forecast(rank, 0.1)
+        queue.ask(rank, 0, 0.0, ahead=5)
+    queue.ask(1, 0, 60.0, ahead=5, idle=True)
+    assert queue.held(1) <= 30 * 16, "half of the epoch is rank 0's, which has been silent for a minute"
+
+
+def test_what_another_rank_has_begun_since_its_last_request_is_estimated() -> None:
+    """Else who asks just before it gets part of its share, and it runs dry before the end."""
+    queue = LeaseQueue(60 * 16, 16, 2)
+    for rank in (0, 1):
+        queue.forecast(rank, 0.1)
+        assert queue.ask(rank, 0, 0.0, ahead=5) == (rank * 15 * 16, (rank + 1) * 15 * 16)
+    assert queue.ask(1, 16, 0.1, ahead=5) is Answer.LATER, "it holds nearly half of its share of 30"
+    queue.ask(0, 11 * 16, 1.15, ahead=5)
+    assert queue.held(0) == 10 * 16, "rank 1 has 4 of its 14 batches left, so half of the share is 9; 10 may be held"
 
 
 def test_what_a_slow_rank_has_loaded_and_not_begun_is_called_back_at_the_end() -> None:
@@ -410,7 +443,7 @@ def test_the_desk_forgets_old_epochs_and_turns_nonsense_away() -> None:
 
 def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_recall() -> None:
     sent: list[Message] = []
-    stock = LeaseStock(2, 0, 1, samples=100, batch=4, drop_last=False, send=sent.append)
+    stock = LeaseStock(2, 0, 1, samples=100, batch=4, drop_last=False, send=sending_to(sent))
     stock.open()
     with pytest.raises(DeadlineError, match=r"rank 2 waited \d s .* coordinator on rank 0 was last heard 7.0 s ago"):
         stock.next(0.0, lambda: None, lambda: 7.0)
@@ -465,7 +498,7 @@ def test_two_epochs_of_a_loader_may_be_open_at_once() -> None:
 
 
 def test_while_the_coordinator_is_heard_another_rank_is_waited_for_longer() -> None:
-    stock = LeaseStock(2, 0, 1, samples=100, batch=4, drop_last=False, send=lambda message: None)
+    stock = LeaseStock(2, 0, 1, samples=100, batch=4, drop_last=False, send=sending_to([]))
     stock.open()
     threading.Timer(1.5, lambda: stock.on_message(Lease(0, 1, 0, 4, False))).start()
     assert stock.next(1.0, lambda: None, lambda: 0.1, longest_s=600.0) == (0, 4)

@@ -26,6 +26,7 @@ from star_hvd.coordinator.share_control import ShareControl, ShareState
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.input.batch_sizes import BatchSizes
 from star_hvd.input.lease_stock import LeaseStock
+from tests.support.sending import sending_to
 
 BATCH = 6
 
@@ -102,7 +103,7 @@ class Job:
             self.stocks.append(
                 LeaseStock(
                     rank, 0, self.epoch, samples=self.samples, batch=BATCH, drop_last=False, ahead=self.ahead,
-                    in_order=self.in_order, send=self.up[rank].append, sizer=self.sizes[rank],
+                    in_order=self.in_order, send=sending_to(self.up[rank]), sizer=self.sizes[rank],
                 )
             )  # fmt: skip
             self.sizes[rank].begin_epoch(self.epoch, self.samples, BATCH)
@@ -249,7 +250,7 @@ def test_ranks_form_nothing_from_where_they_said_on_until_the_order_and_wait_no_
     sent: list[Message] = []
     sizes = BatchSizes(1, 0, send=sent.append, step=lambda: 7)
     sizes.begin_epoch(0, 1000, 10)
-    stock = LeaseStock(1, 0, 0, samples=1000, batch=10, drop_last=False, send=lambda _: None, sizer=sizes)
+    stock = LeaseStock(1, 0, 0, samples=1000, batch=10, drop_last=False, send=sending_to([]), sizer=sizes)
     stock.begin(7, [])
     stock.on_message(Lease(0, 0, 0, 200, False))
     formed = [stock.form(), stock.form()]
