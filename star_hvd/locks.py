@@ -33,7 +33,7 @@ ORDER = (
     "LossyWire._lock",
     "LeaseStock._changed",
     "MicrobatchStock._changed",
-    "BatchSizes._lock",
+    "BatchSizes._changed",
     "ForkerProcess._lock",
     "Pipe._lock",
     "Dispatch._changed",

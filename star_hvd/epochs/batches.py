@@ -19,6 +19,7 @@ from star_hvd.runtime.runtime import Runtime
 __all__ = ["SOON_S", "LeasedBatches", "Leases", "Note", "StreamBatches"]
 
 SOON_S = 0.25  # An answer takes milliseconds; a rank that waits longer becomes inactive, since it gives no gradient.
+_ORDER_S = 5.0  # Longest wait for equal batch shares once they are needed; the order takes milliseconds.
 
 Note = Callable[[int, float], None]
 """Called with the number of samples of a batch and the seconds it was waited for, before the training loop gets it."""
@@ -157,8 +158,11 @@ class LeasedBatches:
         if not reason or run.steps_ended == self._steps_before:  # Without steps no rank waits.
             return
         ranks, rest = run.world_size, self._n_samples % (run.world_size * size)
+        uneven = bool(-(-rest // size) % ranks)
+        if uneven and self._shares is not None and not at_end:  # The reason may be as new as the step before.
+            self._shares.await_shares(_ORDER_S)
         divided = self._shares is not None and (not at_end or self._shares.balanced)
-        if (0 < rest < ranks) if divided else -(-rest // size) % ranks:
+        if 0 < rest < ranks if divided else uneven:
             raise StarError(
                 f"an epoch of {self._n_samples} samples gives {ranks} ranks with batch_size {size} "
                 f"different numbers of batches, which cannot be here: {reason}; leave samples out so that the last "

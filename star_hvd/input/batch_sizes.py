@@ -3,7 +3,8 @@
 All ranks change their shares at the same step. A loader forms batches ahead of the training, so a change takes effect
 at a step for which no rank has formed its batch yet: when the coordinator asks, a rank answers with its first such step
 and forms nothing from there on until the coordinator has announced the step for all. With a margin of a few batches
-usually no rank has to wait for that.
+usually no rank has to wait for that. Only where ranks could not go on with different numbers of batches, the training
+thread waits for the order (`await_shares`): a short epoch would be over before it comes.
 
 A batch's size depends only on its index in the epoch: a batch that is called back and formed again has the same size.
 """
@@ -17,12 +18,16 @@ from scheduler.balance.batch_shares import divide
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.shares import EPOCH_START, ShareOrder, ShareProposal, ShareReady
 from star_hvd.input.lease_stock import BatchSizer
-from star_hvd.locks import ordered_lock
+from star_hvd.locks import ordered_condition
 
 __all__ = ["BatchSizes"]
 
 _MARGIN = 2
 """Batches a rank may still form while an order is in transit: a step takes longer than a message round trip."""
+
+_REFUSALS = 3
+"""Orders given up before `await_shares` stops waiting: the first may have come while some rank opened the epoch, and
+the others mean that less than a step of the epoch is left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +72,9 @@ class BatchSizes(BatchSizer):
     ) -> None:
         self._rank, self._loader = rank, loader
         self._send, self._step, self._most = send, step, most
-        self._lock = ordered_lock("BatchSizes._lock")  # Guards the fields below; messages are queued under it.
+        # Guards the fields below; messages are queued under it.
+        self._changed = ordered_condition("BatchSizes._changed")
+        self._refused = 0  # Orders given up in this epoch.
         self._epoch = -1
         self._batch = self._samples = 0
         self._sizes: list[_Sizes] = []  # Of the epoch, ascending.
@@ -90,22 +97,22 @@ class BatchSizes(BatchSizer):
             even: Number of ranks if all need equally many batches, else 0. They start with equal shares if none were
                 ordered.
         """
-        with self._lock:
+        with self._changed:
             self._shares = self._shares or (batch,) * even
             self._epoch, self._samples, self._batch = epoch, samples, batch
             self._sizes = [_Sizes(0, self._shares, samples)]
-            self._formed = 0
+            self._formed = self._refused = 0
             self._at, self._open = (0, self._step()), True
 
     def end_epoch(self, epoch: int) -> None:
         """Note that this rank forms no more batches of an epoch."""
-        with self._lock:
+        with self._changed:
             if epoch == self._epoch:  # Else the next one has begun: an error kept the abandoned loop alive.
                 self._open = False
 
     def size(self, batch_index: int) -> int | None:
         """See `BatchSizer`; None while an order is awaited."""
-        with self._lock:
+        with self._changed:
             if self._holds(batch_index):
                 return None
             self._formed = batch_index + 1
@@ -114,15 +121,20 @@ class BatchSizes(BatchSizer):
     def delivered(self, index: int) -> None:
         """Note that the training loop gets the `index`-th batch of the epoch. Called in the training thread."""
         step = self._step()
-        with self._lock:
+        with self._changed:
             index_before, step_before = self._at
             if step > step_before and index > index_before:
                 self._batches = max(1, round((index - index_before) / (step - step_before)))
                 self._at = (index, step)
 
+    def await_shares(self, longest_s: float) -> None:
+        """Wait until the coordinator has ordered batch shares, or cannot for this epoch, for `longest_s` at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.balanced or self._refused >= _REFUSALS, longest_s)
+
     def beyond(self, batch_index: int) -> bool:
         """See `BatchSizer`: after its part of the last step a rank gets only samples that others leave over."""
-        with self._lock:
+        with self._changed:
             sizes = self._at_index(batch_index)
             if sizes is None or not sizes.shares or self._holds(batch_index):
                 return False
@@ -131,24 +143,25 @@ class BatchSizes(BatchSizer):
     @property
     def uneven(self) -> bool:
         """Whether batch sizes of this epoch, or of the next, differ between ranks."""
-        with self._lock:
+        with self._changed:
             return len(set(self._shares)) > 1
 
     @property
     def balanced(self) -> bool:
         """See `BatchSizer`: whether this epoch, or the next, has or had batch shares."""
-        with self._lock:
+        with self._changed:
             return bool(self._shares) or any(each.shares for each in self._sizes)
 
     # ---- agent's thread -------------------------------------------------------------------------------------
 
     def on_message(self, message: ShareProposal | ShareOrder) -> None:
         """Answer a proposal at once, or follow an order."""
-        with self._lock:
+        with self._changed:
             if isinstance(message, ShareProposal):
                 self._answer(message)
             else:
                 self._follow(message)
+                self._changed.notify_all()
 
     def _answer(self, message: ShareProposal) -> None:
         if not self._open:
@@ -176,6 +189,7 @@ class BatchSizes(BatchSizer):
             self._held = held
             return
         if not message.accepted:
+            self._refused += 1
             return
         self._shares = tuple(message.shares)
         if message.epoch > self._epoch:

@@ -68,10 +68,7 @@ class Job:
         self.state = ShareState(ranks, lambda message: [queue.append(message) for queue in self.down] and None)
         self.leases.totals = self.state.opens
         self.step = [0] * ranks
-        self.sizes = [
-            BatchSizes(rank, 0, send=self.up[rank].append, step=self._step_of(rank))
-            for rank in range(ranks)
-        ]
+        self.sizes = [BatchSizes(rank, 0, send=self.up[rank].append, step=self._step_of(rank)) for rank in range(ranks)]
         self.epoch = 0
         self.changes_left = changes
         self.formed: list[deque[int]] = []  # Numbers of batches.
@@ -194,7 +191,6 @@ class Job:
             self.began = set()
             self.step = [self.step[0] + 1] * self.ranks
 
-
     def _is_inactive(self, rank: int) -> bool:
         return (self.stocks[rank].had_share or not self.patient) and not self.stocks[rank].ready(0.0)
 
@@ -240,9 +236,7 @@ def test_every_sample_is_taken_once_though_ranks_leave_and_batches_overtake_each
     seed: int, ranks: int, samples: int, ahead: int, in_order: bool, leaves: frozenset[int]
 ) -> None:
     """Also where the rank that leaves was the only one with a part in the last step; `Job._train` compares."""
-    job = Job(
-        seed, ranks, samples, epochs=3, changes=6, ahead=ahead, in_order=in_order, leaves=leaves, patient=False
-    )
+    job = Job(seed, ranks, samples, epochs=3, changes=6, ahead=ahead, in_order=in_order, leaves=leaves, patient=False)
     job.run()
 
 
@@ -291,6 +285,33 @@ def test_an_order_that_was_given_up_leaves_sizes_alone() -> None:
     assert sizes.size(2) is None
     sizes.on_message(ShareOrder(0, 1, False, [], 0, 0, 0))
     assert [sizes.size(index) for index in range(5)] == [10] * 5 and not sizes.balanced
+
+
+def test_the_training_thread_waits_for_shares_until_they_are_ordered_or_cannot_be() -> None:
+    sizes = BatchSizes(0, 0, send=lambda message: None, step=lambda: 0)
+    sizes.begin_epoch(0, 100, 10)
+
+    def wait_while(*orders: ShareOrder) -> bool:
+        """Start a wait, which the orders are to end, and return whether it goes on behind all but the last."""
+        waiting = threading.Thread(target=sizes.await_shares, args=(60.0,))
+        waiting.start()
+        for order in orders[:-1]:
+            sizes.on_message(ShareProposal(0, order.number, [10, 10]))
+            sizes.on_message(order)
+        waiting.join(0.05)
+        went_on = waiting.is_alive()
+        sizes.on_message(ShareProposal(0, orders[-1].number, [10, 10]))
+        sizes.on_message(orders[-1])
+        waiting.join(60.0)
+        assert not waiting.is_alive()
+        return went_on
+
+    refused = [ShareOrder(0, number, False, [], 0, 0, 0) for number in (1, 2, 3)]
+    assert wait_while(*refused) and not sizes.balanced
+    sizes.begin_epoch(1, 100, 10)
+    assert wait_while(ShareOrder(0, 4, False, [], 0, 0, 0), ShareOrder(0, 5, True, [10, 10], 1, 2, 60))
+    assert sizes.balanced
+    sizes.await_shares(60.0)
 
 
 def test_a_rank_that_does_not_answer_or_cannot_hold_so_much_ends_the_proposal() -> None:
