@@ -1,10 +1,12 @@
 """When batch shares change: on a lasting difference of speed, and back as soon as it is over. Pure: no clock.
 
 Shares are solved exactly (`scheduler.balance.batch_shares`), again after every few reports, from the latest times. They
-change if that is predicted to save 3 % of a step and more than the scatter of the times. Times are judged over two
+change if that is predicted to save 3 % of a step and more than the scatter of the times. Times are judged over several
 periods: the last `SHORT` reports show a rank that has just become slow or recovered, the last `LONG` ones show small
-permanent differences. A change that is soon undone answered a disturbance that comes and goes: each such case doubles
-the number of reports that the next decision uses, so that shares follow lasting differences only.
+permanent differences, and `FIRST` ones suffice for a change that saves a fifth of a step: to be wrong about a rank that
+recovers costs a few steps with shares that fit no longer, which is less than to go on with a slow rank. A change that
+is soon undone answered a disturbance that comes and goes: each such case doubles the number of reports that the next
+decision uses, from `SHORT` on, so that shares follow lasting differences only.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler.balance.batch_shares import balance
-from scheduler.balance.time_curves import LONG, SHORT, TimeCurves
+from scheduler.balance.time_curves import FIRST, LONG, SHORT, TimeCurves
 
 __all__ = ["FIXED", "SharePolicy", "can_hold", "share_factors", "share_sentence", "solve_shares"]
 
@@ -23,6 +25,7 @@ FIXED = 0.1
 """Fraction of a step's time assumed not to depend on the batch size until a change of size shows it; for predictions
 only."""
 
+_CLEAR = 0.2  # The same with fewer than `SHORT` reports.
 _SIGMAS = 3.0  # A gain must exceed this many standard errors of the times.
 _FAR = 0.15  # Move of a share, as a fraction of the usual batch, that can count as undone.
 _SOON, _CALM = 3, 12  # In units of `look`: a change undone this soon is a flap, and calm after which `look` is halved.
@@ -90,7 +93,7 @@ class SharePolicy:
         self.curves = TimeCurves(world_size, batch)
         self.ratio = 1.0
         self._equal = (batch,) * world_size
-        self._look = SHORT
+        self._look = FIRST
         self._since = 0  # Reports of rank 0 since the last change.
         self._previous = self._present = self._equal
 
@@ -98,6 +101,11 @@ class SharePolicy:
     def look(self) -> int:
         """Number of reports that a quick decision currently needs."""
         return self._look
+
+    @property
+    def informed(self) -> bool:
+        """Whether every rank has sent the reports that a quick decision needs, since its share changed."""
+        return self.curves.reports_since_change() >= self._look
 
     def note(self, rank: int, samples: int, compute_s: float) -> None:
         """Record one step of a rank."""
@@ -115,16 +123,14 @@ class SharePolicy:
         """
         now = tuple(present) or self._equal
         too_large = any(0 < limit < share for share, limit in zip(now, most, strict=False))
-        if not can_hold(sum(self._equal), most) or (
-            not too_large and self.curves.reports_since_change() < self._look
-        ):
+        if not can_hold(sum(self._equal), most) or not (too_large or self.informed):
             return None
-        for count in sorted({self._look, max(LONG, self._look)}):
-            levels_s = self.curves.levels_s(min(count, LONG))
+        for count in sorted({self._look, max(SHORT, self._look), LONG}):
+            levels_s = self.curves.levels_s(count)
             if levels_s is None and too_large:
                 levels_s = [1.0] * len(now)
             if levels_s is None:
-                return None
+                continue
             found = solve_shares(levels_s, self.curves.batch, self.curves.fixed, most)
             present_s, found_s = self._time_s(levels_s, now), self._time_s(levels_s, found)
             if found != now and (too_large or present_s - found_s > self._least_gain(count) * present_s):
@@ -134,13 +140,14 @@ class SharePolicy:
 
     def _least_gain(self, count: int) -> float:
         """Least fraction of a step that a change must save, judged from `count` reports."""
-        return max(GAIN, _SIGMAS * self.curves.scatter(min(count, LONG)))
+        return max(GAIN if count >= SHORT else _CLEAR, _SIGMAS * self.curves.scatter(count))
 
     def changed(self, shares: Sequence[int]) -> None:
         """Record that a change was ordered. One that soon undoes the previous one doubles `look`."""
         now = tuple(shares) or self._equal
-        if self._undoes(now) and self._since < _SOON * self._look + SHORT:
-            self._look = min(LONG, 2 * self._look)
+        look = max(SHORT, self._look)
+        if self._undoes(now) and self._since < _SOON * look + SHORT:
+            self._look = min(LONG, 2 * look)
         self._previous, self._present, self._since = self._present, now, 0
 
     def _undoes(self, now: Sequence[int]) -> bool:

@@ -13,18 +13,21 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-__all__ = ["SHORT", "LONG", "TimeCurves", "fixed_part"]
+__all__ = ["FIRST", "SHORT", "LONG", "TimeCurves", "fixed_part"]
 
-SHORT, LONG = 5, 24
-"""Number of reports whose median is a rank's time: the fewest that outvote two outliers, and enough to tell
-differences of a few percent."""
+FIRST, SHORT, LONG = 2, 5, 24
+"""Number of reports whose median is a rank's time: the fewest that can contradict each other, the fewest that outvote
+two outliers, and enough to tell differences of a few percent."""
 
-_BEFORE = 4  # Reports before a change that are compared with those after it: a rank may just have become slow.
+_BEFORE = 4  # Most reports before a change that are compared with those after it: a rank may just have become slow.
+_ALIKE = 1.2  # Ratio of two times of a rank that are taken for one speed.
 _MOVED = 0.05  # Fraction of the usual batch: smaller changes show nothing.
+_MOVED_FAR = 0.25  # The same for a first estimate from `FIRST` reports.
 _MOST_FIXED = 0.95
 _ESTIMATES = 256
 
@@ -40,6 +43,18 @@ def fixed_part(before: tuple[float, float], behind: tuple[float, float]) -> floa
     return min(_MOST_FIXED, max(0.0, part / whole))
 
 
+def _alike(times_s: Sequence[float]) -> bool:
+    return max(times_s) <= _ALIKE * min(times_s)
+
+
+@dataclass(slots=True)
+class _Estimate:
+    """phi as one change of one rank's size shows it; a larger change tells it more exactly."""
+
+    value: float
+    weight: float
+
+
 @dataclass(slots=True)
 class _Reports:
     """Reports of one rank: sizes relative to the usual one with times, and what the next change is compared with."""
@@ -47,6 +62,7 @@ class _Reports:
     recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LONG))
     before: tuple[float, float] | None = None
     since: int = 0  # Reports since the size changed.
+    first: _Estimate | None = None  # From the first reports since then; refined by the next ones.
 
 
 class TimeCurves:
@@ -60,20 +76,20 @@ class TimeCurves:
     def __init__(self, world_size: int, batch: int) -> None:
         self.batch = batch
         self._reports = [_Reports() for _ in range(world_size)]
-        self._fixed: deque[tuple[float, float]] = deque(maxlen=_ESTIMATES)  # Estimates with their weights.
+        self._fixed: deque[_Estimate] = deque(maxlen=_ESTIMATES)
 
     @property
     def fixed(self) -> float:
         """phi, the median of the estimates from changes of size; 0 before the first."""
         if not self._fixed:
             return 0.0
-        ordered = sorted(self._fixed)
-        half, weight = 0.5 * sum(w for _, w in ordered), 0.0
-        for value, one in ordered:
-            weight += one
+        ordered = sorted(self._fixed, key=lambda one: one.value)
+        half, weight = 0.5 * sum(one.weight for one in ordered), 0.0
+        for one in ordered:
+            weight += one.weight
             if weight >= half:
-                return value
-        return ordered[-1][0]
+                return one.value
+        return ordered[-1].value
 
     @property
     def known(self) -> bool:
@@ -88,21 +104,39 @@ class TimeCurves:
         if reports.recent and reports.recent[-1][0] != size:
             old = reports.recent[-1][0]
             times = [time_s for one, time_s in list(reports.recent)[-_BEFORE:] if one == old]
-            reports.before, reports.since = (old, float(np.median(times))), 0
+            if not _alike(times):
+                times = times[-FIRST:]
+            reports.before, reports.since, reports.first = (old, float(np.median(times))), 0, None
         reports.recent.append((size, compute_s))
         reports.since += 1
-        if reports.since == SHORT and reports.before is not None and abs(size - reports.before[0]) > _MOVED:
-            times = [time_s for _, time_s in list(reports.recent)[-SHORT:]]
-            estimate = fixed_part(reports.before, (size, float(np.median(times))))
-            self._fixed.append((estimate, abs(size - reports.before[0])))
+        if reports.since in (FIRST, SHORT):
+            self._estimate(reports)
+
+    def _estimate(self, reports: _Reports) -> None:
+        """Estimate phi from a rank's change of size, if that was large enough."""
+        size, count = reports.recent[-1][0], reports.since
+        moved = 0.0 if reports.before is None else abs(size - reports.before[0])
+        if reports.before is None or moved <= (_MOVED_FAR if count == FIRST else _MOVED):
+            return
+        times = [time_s for _, time_s in list(reports.recent)[-count:]]
+        if count == FIRST and not _alike(times):
+            return
+        value = fixed_part(reports.before, (size, float(np.median(times))))
+        if reports.first is None:
+            reports.first = _Estimate(value, moved)
+            self._fixed.append(reports.first)
+        else:
+            reports.first.value = value
 
     def reports_since_change(self) -> int:
         """Reports since the size changed, of the rank with the fewest."""
         return min(reports.since for reports in self._reports)
 
     def levels_s(self, count: int) -> list[float] | None:
-        """s_i of every rank over its last `count` reports; None if a rank has fewer."""
+        """s_i of every rank over its last `count` reports; None if a rank has fewer, or they are too few to tell."""
         if any(len(reports.recent) < count for reports in self._reports):
+            return None
+        if count < SHORT and not all(_alike([t for _, t in list(each.recent)[-count:]]) for each in self._reports):
             return None
         fixed = self.fixed
         return [

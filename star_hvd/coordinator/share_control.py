@@ -29,7 +29,7 @@ _ANSWER_S = 20.0
 time of a change that was given up."""
 
 _EVERY_S, _MANY = 0.1, 64  # Between two checks of the times; longer with more ranks, as their medians take longer.
-_AGAIN_S = 0.2  # Pause before the next proposal; one may come at a bad moment, between two epochs for example.
+_AGAIN_S = 0.2  # Pause behind a refused proposal; one may come at a bad moment, between two epochs for example.
 _KEPT = 256  # Changes whose first step is remembered.
 
 
@@ -271,6 +271,7 @@ class ShareControl:
         """Take in a rank's answer, see `ShareState.ready`."""
         change = self.state.ready(rank, message, next_step)
         if change is not None and self.policy is not None:
+            self._again_s = 0.0
             self.policy.changed(change.shares)
             self.changes.append((change.step, change.shares, self.sentence()))
         return change
@@ -310,8 +311,9 @@ class ShareControl:
             return plan.batch_shares
         found = None
         if now_s >= self._decide_s:
-            self._decide_s = now_s + _EVERY_S * max(1.0, self._world_size / _MANY)
             found = self.policy.decide(self.state.shares, self.state.most)
+            if self.policy.informed:  # Else nothing was solved, and the next report may complete what is needed.
+                self._decide_s = now_s + _EVERY_S * max(1.0, self._world_size / _MANY)
         if found is None and not self.state.shares:
             return (self.state.batch,) * self._world_size
         return found

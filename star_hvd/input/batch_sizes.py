@@ -2,9 +2,10 @@
 
 All ranks change their shares at the same step. A loader forms batches ahead of the training, so a change takes effect
 at a step for which no rank has formed its batch yet: when the coordinator asks, a rank answers with its first such step
-and forms nothing from there on until the coordinator has announced the step for all. With a margin of a few batches
-usually no rank has to wait for that. Only where ranks could not go on with different numbers of batches, the training
-thread waits for the order (`await_shares`): a short epoch would be over before it comes.
+and forms nothing from there on until the coordinator has announced the step for all. With a margin of a batch no rank
+has to wait for that, as long as a step takes longer than the answer. Only where ranks could not go on with different
+numbers of batches, the training thread waits for the order (`await_shares`): a short epoch would be over before it
+comes.
 
 A batch's size depends only on its index in the epoch: a batch that is called back and formed again has the same size.
 """
@@ -22,8 +23,9 @@ from star_hvd.locks import ordered_condition
 
 __all__ = ["BatchSizes"]
 
-_MARGIN = 2
-"""Batches a rank may still form while an order is in transit: a step takes longer than a message round trip."""
+_MARGIN = 1
+"""Batches a rank may still form while an order is in transit, besides those in training and loaded ahead: a step takes
+longer than a message round trip, and each further batch would delay the change."""
 
 _REFUSALS = 3
 """Orders given up before `await_shares` stops waiting: the first may have come while some rank opened the epoch, and

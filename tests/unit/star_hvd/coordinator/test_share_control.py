@@ -249,14 +249,14 @@ def test_ranks_form_nothing_from_where_they_said_on_until_the_order_and_wait_no_
     stock.on_message(Lease(0, 0, 0, 200, False))
     formed = [stock.form(), stock.form()]
     sizes.on_message(ShareProposal(0, 1, [15, 5]))
-    assert sent == [ShareReady(0, 1, 0, 11, 1, 40, [0, 10], 0)], "two batches were formed, and two more may be"
-    formed += [stock.form(), stock.form()]
-    assert [batch.samples for batch in formed if batch is not None] == [10] * 4
+    assert sent == [ShareReady(0, 1, 0, 10, 1, 30, [0, 10], 0)], "two batches were formed, and one more may be"
+    formed += [stock.form()]
+    assert [batch.samples for batch in formed if batch is not None] == [10] * 3
     assert stock.form() is None and not stock.ready(0.0)
     with pytest.raises(DeadlineError, match=r"rank 1 waited \d+\.\d s .* from which step on the batch shares change"):
         stock.wait(0.05, lambda: None, lambda: 0.0, longest_s=600.0)
     threading.Timer(
-        0.2, lambda: (sizes.on_message(ShareOrder(0, 1, True, [15, 5], 0, 13, 1000 - 120)), stock.wake())
+        0.2, lambda: (sizes.on_message(ShareOrder(0, 1, True, [15, 5], 0, 12, 1000 - 100)), stock.wake())
     ).start()
     assert stock.wait(60.0, lambda: None, lambda: 0.0)
     later = [stock.form(), stock.form(), stock.form()]
@@ -270,11 +270,11 @@ def test_a_batch_that_was_called_back_has_its_size_again() -> None:
     assert [sizes.size(index) for index in range(6)] == [10] * 6
     assert [sizes.size(index) for index in (3, 4)] == [10] * 2, "3 to 5 were called back, 3 and 4 are formed again"
     sizes.on_message(ShareProposal(0, 1, [15, 5]))
-    assert sent == [ShareReady(0, 1, 0, 7, 1, 70, [0, 10], 0)]
-    sizes.on_message(ShareOrder(0, 1, True, [15, 5], 0, 7, 1000 - 140))
-    assert [sizes.size(index) for index in (5, 6, 7, 8, 6, 7)] == [10, 10, 15, 15, 10, 15]
+    assert sent == [ShareReady(0, 1, 0, 6, 1, 60, [0, 10], 0)]
+    sizes.on_message(ShareOrder(0, 1, True, [15, 5], 0, 6, 1000 - 120))
+    assert [sizes.size(index) for index in (4, 5, 6, 7, 5, 6)] == [10, 10, 15, 15, 10, 15]
     sizes.on_message(ShareProposal(0, 2, [10, 10]))
-    assert sent[1:] == [ShareReady(0, 2, 0, 10, 1, 115, [0, 15], 0)]
+    assert sent[1:] == [ShareReady(0, 2, 0, 8, 1, 90, [0, 15], 0)]
 
 
 def test_an_order_that_was_given_up_leaves_sizes_alone() -> None:
