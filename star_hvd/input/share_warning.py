@@ -25,13 +25,14 @@ def warn_of_shares(params: Iterable[torch.nn.Parameter]) -> bool:
     Returns:
         Whether a warning was given.
     """
-    trained = {id(param) for param in params}
-    # Once per job: layers are found by their parameters, since an optimizer does not know its network.
-    layers = [
-        layer
-        for layer in gc.get_objects()
-        if issubclass(type(layer), torch.nn.modules.batchnorm._BatchNorm) and id(layer.weight) in trained
-    ]
+    trained = list(params)
+    vectors = [len(param) for param in trained if param.dim() == 1]
+    if len(set(vectors)) == len(vectors):
+        return False  # A normalization has a weight and a bias of one length.
+    # Once per job, tens of milliseconds: layers are found by their parameters, since an optimizer does not know its
+    # network.
+    classes, known = _subclasses(torch.nn.modules.batchnorm._BatchNorm), {id(param) for param in trained}
+    layers = [each for each in gc.get_objects() if type(each) in classes and id(each.weight) in known]
     if layers:
         logger.warning(
             "batch shares differ between ranks and the network has %d layers of batch normalization, whose statistics "
@@ -39,3 +40,7 @@ def warn_of_shares(params: Iterable[torch.nn.Parameter]) -> bool:
             len(layers),
         )
     return bool(layers)
+
+
+def _subclasses(of: type) -> set[type]:
+    return {of}.union(*map(_subclasses, of.__subclasses__()))
