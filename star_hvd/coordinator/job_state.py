@@ -178,7 +178,7 @@ class JobState:
             fed.equal_batches = next(filter(None, reasons), "")
         if fed is not None and self.shares.state.batch:
             fed.shares = self.shares
-            self.shares.tick(fed.active, now_s, even=bool(fed.equal_batches))
+            self.shares.tick(fed.sharing, now_s, even=bool(fed.equal_batches))
         self.microbatches.steals = fed is not None and fed.active.steal
         if fed is not None and fed.microbatches:
             fed.microbatch_fixed_part = self.microbatches.fixed_part

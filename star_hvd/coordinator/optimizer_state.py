@@ -252,6 +252,12 @@ class OptimizerState:
         """Whether a published plan is not active yet; publishing another one replaces it."""
         return self._switch is not None
 
+    @property
+    def sharing(self) -> Plan:
+        """The plan that batch shares are for: one about to become active, if its shares can come with it."""
+        coming = self._switch.plan if self._switch is not None else self.active
+        return coming if coming.balanced and self.active.plain else self.active
+
     def prepare_failed(self, rank: int, message: PrepareFailed, now_s: float) -> None:
         """Abandon the pending plan, which a rank failed to prepare, and block its mode for a while."""
         if self._switch is not None and message.plan_id == self._switch.plan.plan_id and not self._switch.irrevocable:
@@ -446,6 +452,8 @@ class OptimizerState:
         self.rule.plan = self.active
         self.plans.append((step, self.active))
         logger.warning("step %d: %s: %s", step, self.active.label, self.active.reason or "asked for")
+        if self.shares is not None and self.shares.state.shares:  # Ordered while the plan was on its way.
+            self.shares_changed(step, self.shares.state.shares, self.shares.sentence())
 
     def _block_mode(self, reason: str, now_s: float) -> None:
         """Abandon the pending plan and block its mode for a while: an immediate retry would probably fail as well."""
