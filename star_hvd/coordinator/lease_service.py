@@ -383,6 +383,7 @@ class MicrobatchService:
             del self._pools[old]
             self._orders.pop(old, None)
         pool = self._pools[key] = MicrobatchPool(layout, before.times if before is not None else None, epoch)
+        pool.steals = self.steals  # Before the first rank opens it, which makes the first steps.
         if not self.parts and message.samples:
             self.parts, self.batch = message.parts, message.batch
         return pool
