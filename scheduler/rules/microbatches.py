@@ -492,7 +492,7 @@ class MicrobatchPool:
         counts, sizes = _equal(tasks, n, share), []
         if paces_s is not None:
             counts = forecast_shares(paces_s, tasks, share, longest=cap, fixed=fixed)
-            first_s = self.times.first_pass_s(np.array(paces_s), np.array(counts), cap)
+            first_s = self.times.first_pass_s(np.array(paces_s), np.array(counts), cap, (self.epoch, step))
             sizes = [pass_sizes(c, cap, layout.grain, fixed, first_s / p) for c, p in zip(counts, paces_s, strict=True)]
             more = [len(each) - -(-count // cap) for each, count in zip(sizes, counts, strict=True)]
             if any(more) and fixed:  # Extra passes cost a rank time, in which the others can do more.

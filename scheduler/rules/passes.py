@@ -12,6 +12,9 @@ Several tasks in one pass save `fixed` each, but a pass that has started cannot 
 during a pass delays the step by that pass. So the first pass of a step may be short, to show whether the rank is slow,
 and the rest follows in few passes. Its length is the one with which the recent steps would have ended soonest if the
 worst pass of each step had been the first pass.
+
+Slowness lasts: a step soon after a rank has become slow is rarely the one in which the next one does. So the steps that
+came as long after such a change as the coming one count, and all recent ones together as `_PRIOR` more.
 """
 
 from __future__ import annotations
@@ -39,6 +42,9 @@ _LATE = 1.2  # Multiple of its expected time after which a pass shows that its r
 _STEPS = 64  # Steps remembered for the choice of the first pass.
 _UNKNOWN = (1.0, 2.0)  # Before any step was observed: as if in every second one a rank took twice its time.
 _FIRST = (0.125, 0.25, 0.375, 0.5, 1.0)  # Candidate lengths of the first pass, as fractions of the step.
+_SLOWED = 1.5  # Multiple of its expected time after which a pass counts as that of a rank that has become slow.
+_PRIOR = 3.0  # Weight of all recent steps together, in steps that came as long after the last such pass.
+_AGES = 16  # Steps that came longer after it count as one kind.
 _TIE = 0.01  # Shorter first passes are preferred if they cost no more than this fraction.
 _WORTH = 10.0  # Passes after the first are not cut shorter than this multiple of `fixed`.
 _HALVINGS = 24
@@ -60,7 +66,8 @@ class PassTimes:
         self._recent: list[deque[tuple[int, float]]] = [deque(maxlen=_RECENT) for _ in range(ranks)]
         self._paces_s = [math.nan] * ranks
         self._pairs: deque[float] = deque(maxlen=_PAIRS)
-        self._worst: dict[tuple[int, int], float] = {}  # By epoch and step: largest ratio of a pass's time to expected.
+        # By epoch and step, in their order: largest ratio of a pass's time to the expected one; 0 before the first.
+        self._worst: dict[tuple[int, int], float] = {}
         self._longer: deque[float] = deque(maxlen=_PAIRS)  # These ratios for single late passes.
 
     def fixed_part(self, parts: int, share: int) -> float:
@@ -84,15 +91,32 @@ class PassTimes:
         expected_s, recent = self.expected_s(rank, tasks), self._recent[rank]
         if not math.isnan(expected_s):
             ratio = time_s / expected_s
-            self._worst[step] = max(ratio, self._worst.get(step, 0.0))
-            if len(self._worst) > _STEPS:
-                del self._worst[next(iter(self._worst))]
+            self._note_step(step, ratio)
             if ratio > _LATE:
                 self._longer.append(ratio)
         if recent:
             self._note_pair(recent[-1], (tasks, time_s))
         recent.append((tasks, time_s))
         self._paces_s[rank] = self._pace(recent)
+
+    def _note_step(self, step: tuple[int, int], ratio: float) -> None:
+        self._worst[step] = max(ratio, self._worst.get(step, 0.0))
+        if len(self._worst) > _STEPS:
+            del self._worst[next(iter(self._worst))]
+
+    def _likely_ratios(self, step: tuple[int, int]) -> tuple[Array, Array]:
+        """Return ratios that the worst pass of a step may have to its expected time, and their weights; sum 1."""
+        if not any(self._worst.values()):
+            return np.array(_UNKNOWN), np.full(len(_UNKNOWN), 1.0 / len(_UNKNOWN))
+        self._note_step(step, 0.0)
+        age, ages = _AGES, {}  # Of every step: how long after the last change it came.
+        for known, ratio in self._worst.items():
+            ages[known] = age
+            age = 1 if ratio > _SLOWED else min(_AGES, age + 1)
+        measured = [known for known, ratio in self._worst.items() if ratio]
+        same = np.array([ages[known] == ages[step] for known in measured], dtype=float)
+        weights = (same + _PRIOR / len(measured)) / (same.sum() + _PRIOR)
+        return np.array([self._worst[known] for known in measured]), weights
 
     def _note_pair(self, one: tuple[int, float], other: tuple[int, float]) -> None:
         """Solve t = pace (fixed + m), known at two sizes, for `fixed`."""
@@ -128,15 +152,16 @@ class PassTimes:
         longer = [ratio * expected_s for ratio in self._longer if ratio * expected_s > elapsed_s]
         return statistics.median_low(longer) if longer else elapsed_s
 
-    def first_pass_s(self, paces_s: Array, counts: Array, cap: int) -> float:
+    def first_pass_s(self, paces_s: Array, counts: Array, cap: int, step: tuple[int, int] = (0, 0)) -> float:
         """Return the length in seconds of every rank's first pass in a step; infinite for passes as long as possible.
 
         Args:
             paces_s: Pace of every rank, see `pace_s`.
             counts: Tasks of every rank.
             cap: Most tasks in a pass.
+            step: Epoch and step. Steps are asked for in their order.
         """
-        seen = np.array(list(self._worst.values()) or _UNKNOWN)
+        seen, weights = self._likely_ratios(step)
         end_s = float((paces_s * (self.fixed * np.ceil(counts / cap) + counts)).max())
         best_s, found = math.inf, math.inf
         for part in _FIRST:
@@ -148,7 +173,7 @@ class PassTimes:
             more = (first < counts) & (counts <= cap)  # These ranks have one more pass than they need.
             with_s = end_s + self.fixed * more.sum() / (1.0 / paces_s).sum()
             first_s = np.where(first > 0, paces_s * (self.fixed + first), 0.0)
-            mean_s = float(np.maximum(with_s, seen[:, None] * first_s).mean())
+            mean_s = float((weights @ np.maximum(with_s, seen[:, None] * first_s)).mean())
             if mean_s < (1.0 - _TIE) * best_s:
                 best_s, found = mean_s, limit_s
         return found

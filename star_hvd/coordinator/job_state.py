@@ -178,8 +178,8 @@ class JobState:
             fed.equal_batches = next(filter(None, reasons), "")
         if fed is not None and self.shares.state.batch:
             fed.shares = self.shares
-            self.shares.tick(fed.sharing, now_s, even=bool(fed.equal_batches))
-        self.microbatches.steals = fed is not None and fed.active.steal
+            self.shares.tick(fed.feeding, now_s, even=bool(fed.equal_batches))
+        self.microbatches.steals = fed is not None and fed.feeding.steal
         if fed is not None and fed.microbatches:
             fed.microbatch_fixed_part = self.microbatches.fixed_part
         wake_s = min(wake_s, self.microbatches.tick(now_s))

@@ -253,10 +253,10 @@ class OptimizerState:
         return self._switch is not None
 
     @property
-    def sharing(self) -> Plan:
-        """The plan that batch shares are for: one about to become active, if its shares can come with it."""
+    def feeding(self) -> Plan:
+        """The plan that batch shares and micro-batches are for: one about to become active, if they can precede it."""
         coming = self._switch.plan if self._switch is not None else self.active
-        return coming if coming.balanced and self.active.plain else self.active
+        return coming if (coming.balanced or coming.steal) and self.active.plain else self.active
 
     def prepare_failed(self, rank: int, message: PrepareFailed, now_s: float) -> None:
         """Abandon the pending plan, which a rank failed to prepare, and block its mode for a while."""

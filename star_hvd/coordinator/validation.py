@@ -200,8 +200,6 @@ def _microbatch_open(message: MicrobatchOpen, _: int) -> None:
 def _microbatch(message: MicrobatchBegin | MicrobatchReturn, _: int) -> None:
     if min(message.loader, message.epoch, message.step, message.task + 1, message.tasks) < 0:
         raise ChannelError(f"got {message}; expected numbers from 0")
-    if isinstance(message, MicrobatchBegin) and message.given and message.task >= 0:
-        raise ChannelError(f"got {message}; expected tasks to be given back by a rank that begins none")
 
 
 def _negative(message: Message) -> ChannelError:

@@ -7,7 +7,9 @@ tasks; what the workers have loaded of it is then discarded. A micro-batch that 
 thread, since it is due at once while the workers are at later steps; so is the rest of a loaded one that was cut.
 
 A rank whose pass took far longer than expected returns the tasks of the step it has not begun; the coordinator
-redistributes them, and the rank may get none back, since it could not finish them in time.
+redistributes them, and the rank may get none back, since it could not finish them in time. The shares of the next step
+may have been made before that was known: then the rank begins its first pass with as many tasks as it can compute in
+the expected time, and returns the others.
 
 The training thread reserves a micro-batch when the optimizer is asked to step, or when the loop asks for the next one.
 If there is one in this step it counts as begun, so the step is not over for this rank, and no other rank can take it.
@@ -113,6 +115,7 @@ class MicrobatchStock:
         self._consumption = Consumption()
         self._began_s, self._present = 0.0, 0  # Start time of the training thread's current pass, and its tasks.
         self._last_s = 0.0  # Time of the last ended micro-batch, until it is reported.
+        self._latest = (0.0, 0)  # Time and tasks of the last pass.
         self._gave_up = False  # Whether this rank has become slow in this step.
         self._said_idle = False
         self._refused = ""
@@ -154,7 +157,8 @@ class MicrobatchStock:
         with self._changed:
             found = self._find()
             if found is not None and self._reserved is None:
-                self._begin(found, steps_made)
+                given = self._shorten(found)
+                self._begin((found if not given else self._find()) or found, steps_made, given)
             return True if found is not None else False if self._closed_upto >= self._step else None
 
     def next_step(self) -> bool:
@@ -330,7 +334,7 @@ class MicrobatchStock:
     def _is_decided(self) -> bool:
         return bool(self._refused) or self._find() is not None or self._closed_upto >= self._step
 
-    def _begin(self, found: Microbatch, steps_made: int) -> None:
+    def _begin(self, found: Microbatch, steps_made: int, given: Sequence[int] = ()) -> None:
         self._reserved = found
         self._begun.add(found)
         self._said_idle = False
@@ -341,17 +345,42 @@ class MicrobatchStock:
         fixed = shares.fixed if shares is not None else 0.0
         self.own_part += (fixed + found.tasks) / (self._layout.parts * fixed + self._layout.share)
         self._consumption.note(found.spans, steps_made)
-        self._report(found.task, found.tasks)
+        self._report(found.task, found.tasks, given)
+
+    def _shorten(self, found: Microbatch) -> list[int]:
+        """Return what this rank cannot compute in time of a step whose shares were made before it was slow.
+
+        Returns:
+            Bounds of the runs that it gives back, which all come after those it keeps; empty if it is as fast as
+            expected.
+        """
+        shares, (last_s, tasks) = self._shares.get(self._step), self._latest
+        if shares is None or not shares.sizes or shares.first_s <= 0.0 or self._begun or not tasks or not found.own:
+            return []
+        pace_s = last_s / (shares.fixed + tasks)
+        expected_s = shares.first_s * (shares.fixed + found.tasks) / (shares.fixed + shares.sizes[0])
+        if pace_s * (shares.fixed + found.tasks) <= _LATE * expected_s:
+            return []
+        kept = found.task + max(1, min(found.tasks, int(expected_s / pace_s - shares.fixed)))
+        given = [(max(first, kept), stop) for first, stop in self._unbegun() if stop > kept]
+        if given:
+            self._gave_up = True
+            self._give_back(self._step, kept, given[-1][1])
+        return [bound for run in given for bound in run]
 
     def _give_up(self) -> None:
         """Return all tasks of the step that are not begun, since this rank has become slow."""
         self._gave_up = True
-        where = (*self._formed.values(), *self._queue, *self._granted)
-        given = sorted((each.task, each.stop) for each in where if each.step == self._step and each not in self._begun)
+        given = self._unbegun()
         if given:
             self._give_back(self._step, given[0][0], given[-1][1])
             self._said_idle = True
             self._report(-1, given=[bound for run in given for bound in run])
+
+    def _unbegun(self) -> list[Span]:
+        """Return the runs of this step that are not begun, in order."""
+        where = (*self._formed.values(), *self._queue, *self._granted)
+        return sorted((each.task, each.stop) for each in where if each.step == self._step and each not in self._begun)
 
     def _report(self, task: int, tasks: int = 1, given: Sequence[int] = ()) -> None:
         last_s, self._last_s = self._last_s, 0.0
@@ -361,6 +390,7 @@ class MicrobatchStock:
         if self._began_s:
             self._last_s, self._began_s = time.monotonic() - self._began_s, 0.0
             shares, tasks = self._shares.get(self._step), self._present
+            self._latest = self._last_s, tasks
             # A rank that opened late may have no pass of its own left.
             if shares is not None and shares.sizes and shares.first_s > 0.0 and not self._gave_up:
                 expected_s = shares.first_s * (shares.fixed + tasks) / (shares.fixed + shares.sizes[0])
