@@ -5,8 +5,9 @@ change if that is predicted to save 3 % of a step and more than the scatter of t
 periods: the last `SHORT` reports show a rank that has just become slow or recovered, the last `LONG` ones show small
 permanent differences, and `FIRST` ones suffice for a change that saves a fifth of a step: to be wrong about a rank that
 recovers costs a few steps with shares that fit no longer, which is less than to go on with a slow rank. A change that
-is soon undone answered a disturbance that comes and goes: each such case doubles the number of reports that the next
-decision uses, from `SHORT` on, so that shares follow lasting differences only.
+is soon undone answered a disturbance that comes and goes: shares become equal instead of following it, and each such
+case doubles the number of reports that the next decision uses, from `SHORT` on, so that shares follow lasting
+differences only. To become equal again, `FIRST` reports always suffice.
 """
 
 from __future__ import annotations
@@ -104,8 +105,8 @@ class SharePolicy:
 
     @property
     def informed(self) -> bool:
-        """Whether every rank has sent the reports that a quick decision needs, since its share changed."""
-        return self.curves.reports_since_change() >= self._look
+        """Whether every rank has sent the reports that the quickest decision needs, since its share changed."""
+        return self.curves.reports_since_change() >= FIRST
 
     def note(self, rank: int, samples: int, compute_s: float) -> None:
         """Record one step of a rank."""
@@ -125,17 +126,29 @@ class SharePolicy:
         too_large = any(0 < limit < share for share, limit in zip(now, most, strict=False))
         if not can_hold(sum(self._equal), most) or not (too_large or self.informed):
             return None
-        for count in sorted({self._look, max(SHORT, self._look), LONG}):
+        follows = too_large or self.curves.reports_since_change() >= self._look
+        equal_fits = not any(0 < limit < self.curves.batch for limit in most)
+        latest: list[list[float]] = []  # Levels over fewer reports.
+        for count in sorted({FIRST, self._look, max(SHORT, self._look), LONG}):
             levels_s = self.curves.levels_s(count)
             if levels_s is None and too_large:
                 levels_s = [1.0] * len(now)
             if levels_s is None:
                 continue
-            found = solve_shares(levels_s, self.curves.batch, self.curves.fixed, most)
+            found = self._equal
+            if follows and (too_large or count >= self._look):
+                found = solve_shares(levels_s, self.curves.batch, self.curves.fixed, most)
+                if now != self._equal and equal_fits and self._is_soon and self._undoes(found):
+                    found = self._equal
+            elif not equal_fits:
+                continue
             present_s, found_s = self._time_s(levels_s, now), self._time_s(levels_s, found)
-            if found != now and (too_large or present_s - found_s > self._least_gain(count) * present_s):
+            holds = all(self._time_s(each, found) <= self._time_s(each, now) for each in latest)  # Else out of date.
+            gains = too_large or (holds and present_s - found_s > self._least_gain(count) * present_s)
+            if found != now and gains:
                 self.ratio = found_s / self._time_s(levels_s, self._equal)
                 return found
+            latest.append(levels_s)
         return None
 
     def _least_gain(self, count: int) -> float:
@@ -145,10 +158,13 @@ class SharePolicy:
     def changed(self, shares: Sequence[int]) -> None:
         """Record that a change was ordered. One that soon undoes the previous one doubles `look`."""
         now = tuple(shares) or self._equal
-        look = max(SHORT, self._look)
-        if self._undoes(now) and self._since < _SOON * look + SHORT:
-            self._look = min(LONG, 2 * look)
+        if self._undoes(now) and self._is_soon:
+            self._look = min(LONG, 2 * max(SHORT, self._look))
         self._previous, self._present, self._since = self._present, now, 0
+
+    @property
+    def _is_soon(self) -> bool:
+        return self._since < _SOON * max(SHORT, self._look) + SHORT
 
     def _undoes(self, now: Sequence[int]) -> bool:
         """Whether a rank whose share the last change moved far now moves far in the opposite direction."""

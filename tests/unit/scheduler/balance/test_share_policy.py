@@ -88,6 +88,18 @@ def test_stragglers_that_rotate_are_followed_no_more_after_a_few_times() -> None
     assert late <= max(2, early // 3), job.changes
 
 
+@pytest.mark.parametrize(("steps", "part"), [(3, 1.01), (5, 1.01), (8, 1.0), (20, 0.9), (60, 0.4)])
+def test_a_straggler_that_moves_makes_no_step_dearer_on_the_whole_and_fewer_the_longer_it_stays(
+    steps: int, part: float
+) -> None:
+    """Equal batches would take 4 all the time."""
+    job, total_s = Job(lambda rank, step: 4.0 if step // steps % 4 == rank else 1.0), 0.0
+    for _ in range(300):
+        total_s += job.step_s()
+        job.run(1)
+    assert total_s <= part * 300 * 4.0, job.changes
+
+
 def test_small_differences_change_shares_only_where_the_times_tell_them() -> None:
     assert Job(lambda rank, step: 1.08 if rank == 1 else 1.0, fixed=0.0, jitter=0.005).run(100).shares[1] < BATCH
     assert not Job(lambda rank, step: 1.02 if rank == 1 else 1.0, jitter=0.005).run(100).changes
