@@ -164,6 +164,24 @@ def _away(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
     return wrapper
 
 
+def _writing(function: Callable[P, R]) -> Callable[P, R]:
+    """Take the parameters as the program, and then the function, has written them: they replace those of the step."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        run = runtime.current()
+        drivers = list(run.drivers.values()) if run is not None and run.trains else []
+        for driver in drivers:
+            driver.engine.replica.accept()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for driver in drivers:
+                driver.engine.replica.accept()
+
+    return wrapper
+
+
 allreduce = _away(_in_graph(mpi_ops.allreduce))
 allreduce_ = _away(mpi_ops.allreduce_)
 grouped_allreduce = _away(_in_graph(mpi_ops.grouped_allreduce))
@@ -194,11 +212,12 @@ for _each in (
 barrier = _away(mpi_ops.barrier)
 # Ranks may wait for handles in different orders, or use `poll`.
 synchronize = _away(mpi_ops.synchronize, meets=False)
-broadcast_parameters = _away(hvd.broadcast_parameters)
+broadcast_parameters = _writing(_away(hvd.broadcast_parameters))
 broadcast_object = _away(hvd.broadcast_object)
 allgather_object = _away(hvd.allgather_object)
 
 
+@_writing
 @_away
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Broadcast an optimizer's state from `root_rank`.

@@ -35,7 +35,8 @@ class Position:
         whole: Whether parameters and optimizer state are those of `step`, with nothing waiting to be applied.
         out_of_common_steps: Whether this rank's steps are made at servers, at a parent, or locally: only there is the
             newest step known.
-        mid_step: Whether the rank is between backward and step: nothing may be changed there now.
+        mid_step: Whether the rank is between backward and step, or evaluates other parameters in the place of its own:
+            nothing may be changed there now.
         manual_step: A step whose mean the program changed, which the other ranks may not know yet; -1 if none.
     """
 

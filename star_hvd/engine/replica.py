@@ -34,6 +34,9 @@ steps are then replayed. Each line: a call, the states it is made in, the states
 
 A step that no longer concerns these parameters changes nothing: `push` and `cannot_replay` of a step before `step`,
 `average_used` of an averaging that a later one has replaced.
+
+While the program has other values in the live parameters (`displaced`), an average of them that it evaluates say, they
+are not those of `step`: nothing is copied from them, and what ended meanwhile is fetched from another rank later.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ import torch
 from star_hvd.engine.applier import Applier, Shadow, place_state
 from star_hvd.engine.buckets import Bucket, in_format_of
 from star_hvd.engine.device import BUCKET, COPIED, MEANS, PARAMS, SHADOW, SHADOW_READ, Fences
+from star_hvd.engine.landmarks import Landmarks
 from star_hvd.engine.records import Counters, Result, Snapshot
 from star_hvd.locks import ordered_rlock
 
@@ -115,6 +119,7 @@ class Replica:
         self._counters = counters
         self._changed = changed
         self._shadow: Shadow | None = None
+        self._landmarks = Landmarks(applier.buckets)
         self._streams = applier.streams
         self._written = self._streams.give(PARAMS)
         self._copied = Fences()
@@ -238,7 +243,19 @@ class Replica:
                 yield
             finally:
                 self.writes += 1
+                self._landmarks.note()
                 self._written = self._streams.give(PARAMS)
+
+    def accept(self) -> None:
+        """Called by the training thread: values that the program has written are those of its step from here on."""
+        with self.apply_lock:
+            self._landmarks.note()
+
+    @property
+    def displaced(self) -> bool:
+        """Whether the program has changed the live parameters since they were last written here, see `Landmarks`."""
+        with self.apply_lock:
+            return self._landmarks.moved()
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
@@ -369,6 +386,11 @@ class Replica:
                 result, step = self.queue[0], self.step
                 shadow = self._shadow
             if shadow is None:
+                if self._landmarks.moved():  # A queue would grow for as long as the program keeps them.
+                    with self.lock:
+                        self.cannot_replay()
+                        self._changed()
+                    return True
                 with self.copying():
                     shadow = Shadow(self.applier, step)
             assert shadow.step == result.step, "a step is missing before a replay"
@@ -426,6 +448,8 @@ class Replica:
                 if not self.state.servable or pending or self.queue or step < min_step or self.partial:
                     return None
             if shadow is None:
+                if self._landmarks.moved():
+                    return None
                 with self.copying():
                     return _snapshot_of(self.applier, step, state_too)
             if self._streams.devices:

@@ -321,8 +321,11 @@ class StepDriver:
         return value
 
     def catch_up(self) -> None:
-        """Bring the parameters up to date where all ranks meet, e.g. at the end of an epoch."""
-        if self.dropped:
+        """Bring the parameters up to date where all ranks meet, e.g. at the end of an epoch.
+
+        Not while the program has others in their place, to evaluate them: it will put those of an earlier step back.
+        """
+        if self.dropped or self._displaced:
             return
         self.finish_step()
         for _ in range(_MODES_BEHIND):
@@ -337,9 +340,15 @@ class StepDriver:
                 break
         self._start_step()
 
+    @property
+    def _displaced(self) -> bool:
+        """Whether the program has others in the parameters' place, where this rank's helper might use them."""
+        return self.active_mode is None and self.engine.plan.relaxed and self.engine.replica.displaced
+
     def position(self) -> Position:
         """Return where this rank is, for a meeting of all ranks."""
         engine, active = self.engine, self.active_mode
+        mid_step = self.mid_step() or self._displaced
         with engine.lock:
             local = engine.plan.mode == "local"
             reduced = engine.taking_part and not local  # Else other ranks know which step is the newest.
@@ -355,7 +364,7 @@ class StepDriver:
                 next_step=engine.next_step,
                 whole=whole and not self.local.waiting,
                 out_of_common_steps=not follows and (active is not None or not reduced),
-                mid_step=self.mid_step(),
+                mid_step=mid_step,
                 manual_step=-1 if engine.unreported_manual is None else engine.unreported_manual,
             )
 

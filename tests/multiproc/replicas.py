@@ -108,9 +108,70 @@ def after_shutdown() -> Facts:
     return {"digest": digest(net)}
 
 
+def exchanged(mode: str, how: str) -> Facts:
+    """A program in which rank 0 evaluates an average of the weights in their place while the others train on.
+
+    Args:
+        mode: The mode.
+        how: `copied` into the parameters or `replaced` by `param.data`; `copied,met` with a metric that all ranks
+            average before the weights are put back.
+    """
+    net, rank = model(), int(hvd.rank())
+    inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=mode, config=CONFIG)
+    average, touched, number, began_s = [param.detach().clone() for param in net.parameters()], [], 0, time.monotonic()
+
+    def step() -> None:
+        nonlocal number
+        optimizer.zero_grad()
+        compute(net, batch(number), 0.004)
+        optimizer.step()
+        number += 1
+        for mean, param in zip(average, net.parameters(), strict=True):
+            mean.lerp_(param.detach(), 0.1)
+
+    def put(values: list[torch.Tensor]) -> None:
+        for param, value in zip(net.parameters(), values, strict=True):
+            if how == "replaced":
+                param.data = value.clone()
+            else:
+                param.data.copy_(value)
+
+    while optimizer.mode == "sync" and within(began_s):
+        step()
+    hvd.barrier()
+    engine = driver_of(optimizer).engine
+    for _ in range(3):
+        for _ in range(6):
+            step()
+        if rank == 0:
+            own, first = [param.detach().clone() for param in net.parameters()], engine.next_step
+            put(average)
+            while engine.next_step < first + 4 and within(began_s):  # The others make steps.
+                time.sleep(0.01)
+        else:
+            for _ in range(6):
+                step()
+        if how.endswith("met"):
+            hvd.allreduce(torch.ones(1), name="metric")
+        if rank == 0:
+            wrong = [not torch.equal(p, a) for p, a in zip(net.parameters(), average, strict=True)]
+            touched.append(any(wrong))
+            put(own)
+    step()
+    hvd.barrier()
+    found = differences(net, optimizer)
+    optimizer.close()
+    stats = optimizer.stats()
+    return {"touched": touched, "wrong": found, "at_the_end": differences(net, optimizer), "stats": stats}
+
+
 def one(name: str) -> Facts:
     if name == "shutdown":
         return after_shutdown()
+    if name.startswith("exchanged"):
+        _, mode, how = name.split(":")
+        return exchanged(mode, how)
     mode, _, how = name.partition(":")
     return train(mode, sharded=how == "shard")
 

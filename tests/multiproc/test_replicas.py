@@ -10,11 +10,13 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
 
 PLAIN = ("partial(3)", "partial(1)", "subgroup(0,1,2)", "subgroup(1,2)", "local(3)", "grouped(2)", "ps(1)", "ps(3)")
 PLAIN += ("ssp(2)", "switching")
+EXCHANGED = tuple(f"exchanged:partial(2):{how}" for how in ("copied", "replaced", "copied,met"))
 # Last: its job has no Horovod afterwards.
-NAMES = PLAIN + tuple(f"{name}:shard" for name in ("partial(3)", "subgroup(1,2)", "local(3)", "ps(2)")) + ("shutdown",)
+NAMES = PLAIN + tuple(f"{name}:shard" for name in ("partial(3)", "subgroup(1,2)", "local(3)", "ps(2)"))
+NAMES += (*EXCHANGED, "shutdown")
 
 
-@pytest.mark.parametrize("name", NAMES[:-1])
+@pytest.mark.parametrize("name", NAMES[: -1 - len(EXCHANGED)])
 def test_replicas_are_equal_behind_a_collective_of_the_users(name: str) -> None:
     facts = facts_of(NAMES, name, "tests.multiproc.replicas")
     for rank in facts:
@@ -23,6 +25,15 @@ def test_replicas_are_equal_behind_a_collective_of_the_users(name: str) -> None:
         assert rank["stats"]["mismatches"] == 0
     if not name.startswith("switching"):
         assert {one["mode"] for one in facts[0]["schedules"]} != {"sync"}, "the mode never was in force"
+
+
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_weights_that_a_rank_evaluates_in_place_of_its_own_are_left_alone_and_not_taken_for_them(name: str) -> None:
+    facts = facts_of(NAMES, name, "tests.multiproc.replicas")
+    assert facts[0]["touched"] == [False] * 3
+    for rank in facts:
+        assert rank["wrong"] == rank["at_the_end"] == []
+        assert rank["stats"]["mismatches"] == 0
 
 
 def test_replicas_are_equal_after_shutdown() -> None:
