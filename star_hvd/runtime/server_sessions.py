@@ -70,6 +70,8 @@ class ServerSessions:
         self._found: dict[tuple[int, int], list[Endpoint]] = {}
         self._sessions: dict[int, list[_Session]] = {}
         self._serves: dict[tuple[int, int], int] = {}  # (optimizer, plan_id) -> session
+        self._announced: dict[tuple[int, int], int] = {}  # Index of the own server of plans that are being prepared.
+        self._ended: set[int] = set()  # Optimizers that were closed on all ranks.
         self._absent: frozenset[int] = frozenset()
         self._given_up: dict[int, int] = {}  # Per optimizer, the last `plan_id` that nothing waits for any more.
         self._stopped = False
@@ -128,11 +130,12 @@ class ServerSessions:
             client = Client(self._rank, optimizer_id, plan.plan_id, [], layout, self._key)
             self._await_endpoints(client, optimizer_id, plan)
         except (LayoutError, DeadlineError) as error:
+            with self._changed:
+                self._announced.pop((optimizer_id, plan.plan_id), None)
             return str(error)
-        with self._changed:
-            self._serves[optimizer_id, plan.plan_id] = plan.plan_id
         self._tidy(optimizer_id, driver.engine.plan)
-        self._connect(_Session(plan.plan_id, plan, client, [], layout, spec), optimizer_id)
+        if not self._connect(_Session(plan.plan_id, plan, client, [], layout, spec), optimizer_id):
+            return f"optimizer {optimizer_id} has ended"
         return None
 
     def _tidy(self, optimizer_id: int, active: Plan) -> None:
@@ -150,8 +153,9 @@ class ServerSessions:
     def forget(self, optimizer_id: int) -> None:
         """Release the connections of an optimizer closed on all ranks, and its shards on this rank's server."""
         with self._changed:
+            self._ended.add(optimizer_id)
             sessions = self._sessions.pop(optimizer_id, [])
-            for known in (self._found, self._serves):
+            for known in (self._found, self._serves, self._announced):
                 for key in [key for key in known if key[0] == optimizer_id]:
                     del known[key]
         self._close(optimizer_id, sessions)
@@ -173,17 +177,37 @@ class ServerSessions:
             with contextlib.suppress(DeadlineError):  # A plan that needs it tries again and reports a failure.
                 self._process.ensure(self._config.plan_deadline_s)
 
-    def _connect(self, session: _Session, optimizer_id: int) -> None:
-        """Connect a session to the servers of its plan; from now on it hears of restarts."""
+    def _connect(self, session: _Session, optimizer_id: int) -> bool:
+        """Connect a session to the servers of its plan; from now on it hears of restarts.
+
+        Returns:
+            False if the optimizer was closed meanwhile; nothing is left of the session then.
+        """
+        key = optimizer_id, session.number
         with self._changed:  # A restart reaches either `_found` or the session, at every moment.
-            session.endpoints = self._found.pop((optimizer_id, session.number), [])
-            self._sessions.setdefault(optimizer_id, []).append(session)
+            ended = optimizer_id in self._ended
+            session.endpoints = self._found.pop(key, [])
+            self._announced.pop(key, None)
+            if not ended:
+                self._serves[key] = session.number
+                self._sessions.setdefault(optimizer_id, []).append(session)
+        if ended:
+            session.client.close()
+            return False
         session.client.reach(session.endpoints)
         session.client.start()
+        return True
 
     def _announce(self, optimizer_id: int, plan: Plan) -> None:
-        address = _to_parts(self._process.ensure(self._config.plan_deadline_s))
-        self._send(ServerUp(optimizer_id, plan.plan_id, plan.servers.index(self._rank), address))
+        """Tell where this rank's server is; `_recover` tells it again if the server dies before the plan is ready."""
+        index, limit_s = plan.servers.index(self._rank), self._config.plan_deadline_s
+        with self._changed:
+            self._announced[optimizer_id, plan.plan_id] = index
+        while True:
+            endpoint = self._process.ensure(limit_s)
+            self._send(ServerUp(optimizer_id, plan.plan_id, index, _to_parts(endpoint)))
+            if self._process.ensure(limit_s) == endpoint:  # Else a newer address may have been sent before this one.
+                return
 
     def _await_endpoints(self, client: Client, optimizer_id: int, plan: Plan) -> None:
         """Wait until it is known where all servers are; the client is closed where that is in vain."""
@@ -208,13 +232,23 @@ class ServerSessions:
             endpoints = [
                 _from_parts(parts[i : i + _ENDPOINT_PARTS]) for i in range(0, len(parts), _ENDPOINT_PARTS)
             ]
-            with self._changed:
-                self._found[message.optimizer_id, message.plan_id] = endpoints
-                self._changed.notify_all()
+            self._note_endpoints(message.optimizer_id, message.plan_id, endpoints)
         elif isinstance(message, ServerRestarted):
             self._replace(message)
         elif isinstance(message, Presence):
             self._presence(message.rank, present=message.present)
+
+    def _note_endpoints(self, optimizer_id: int, plan_id: int, endpoints: list[Endpoint]) -> None:
+        """Note where the servers of a plan are: said again if one was restarted before all ranks had prepared it."""
+        with self._changed:
+            known = [each.endpoints for each in self._sessions.get(optimizer_id, []) if each.number == plan_id]
+            if not known:
+                self._found[optimizer_id, plan_id] = endpoints
+                self._changed.notify_all()
+                return
+            moved = [index for index, each in enumerate(endpoints) if known[0][index : index + 1] != [each]]
+        for index in moved:
+            self._replace(ServerRestarted(optimizer_id, plan_id, index, _to_parts(endpoints[index])))
 
     def _replace(self, message: ServerRestarted) -> None:
         endpoint = _from_parts(message.address)
@@ -336,6 +370,9 @@ class ServerSessions:
         logger.warning("rank %d: its parameter server is back after %.1f s", self._rank, time.monotonic() - began_s)
         with self._changed:
             sessions = [(engine, session) for engine, each in self._sessions.items() for session in each]
+            announced = list(self._announced.items())
+        for (engine, plan_id), index in announced:
+            self._send(ServerUp(engine, plan_id, index, _to_parts(endpoint)))
         for engine, session in sessions:
             if self._rank in session.plan.servers:
                 index = session.plan.servers.index(self._rank)

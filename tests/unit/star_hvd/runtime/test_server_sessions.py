@@ -9,7 +9,7 @@ import pytest
 
 import star_hvd.runtime.server_sessions as module
 from scheduler.plan.plan import Plan
-from star_hvd.channel.messages.switch import Presence, ServerRestarted, Servers
+from star_hvd.channel.messages.switch import Presence, ServerRestarted, Servers, ServerUp
 from star_hvd.config import Config
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError
@@ -225,3 +225,38 @@ def test_a_restart_while_a_plan_is_prepared_is_heard_of(made: Made, monkeypatch:
     assert client.reached == [Endpoint("h", 3)] and not client.replaced
     restart(4)
     assert client.replaced == [(0, Endpoint("h", 4))]
+
+
+def test_an_optimizer_that_is_closed_while_its_plan_is_prepared_leaves_nothing_behind(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(made.sessions, "_tidy", lambda optimizer_id, active: made.sessions.forget(optimizer_id))
+    made.sessions.on_message(Servers(0, 1, ["h", "1", ""]))
+    assert made.sessions.prepare(0, ps(1)) == "optimizer 0 has ended"
+    assert made.numbers() == [] and made.sessions.known_plans(0) == set()
+
+
+def test_a_server_that_dies_while_a_plan_is_prepared_is_told_of_again(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the word that it is up and the connections to it no session hears of a restart."""
+    sent: list[Any] = []
+    monkeypatch.setattr(made.sessions, "_send", sent.append)
+    places = iter([Endpoint("h", 1), Endpoint("h", 2), Endpoint("h", 2), Endpoint("h", 2)])
+    monkeypatch.setattr(made.sessions.server, "ensure", lambda deadline_s: next(places))
+    monkeypatch.setattr(made.sessions.server, "recover", lambda deadline_s: Endpoint("h", 3))
+    plan = Plan.ps(4, 3, servers=(0, 2)).replace(plan_id=1)
+    made.sessions._announce(0, plan)
+    assert [message.address for message in sent] == [["h", "1", ""], ["h", "2", ""]], "it moved meanwhile"
+    made.sessions._recover()
+    assert sent[-1] == ServerUp(0, 1, 1, ["h", "3", ""])
+    made.sessions.on_message(Servers(0, 1, ["g", "1", "", "h", "2", ""]))
+    monkeypatch.setattr(made.sessions, "_announce", lambda engine, plan: None)
+    client = made.enter(plan)
+    moved: list[Any] = []
+    monkeypatch.setattr(made.sessions.server, "replace", lambda *given: moved.append(given))
+    made.sessions.on_message(Servers(0, 1, ["g", "5", "", "h", "3", ""]))  # Said again.
+    assert client.replaced == [(0, Endpoint("g", 5)), (1, Endpoint("h", 3))]
+    assert moved == [(0, 1, 0, Endpoint("g", 5))], "this rank's server connects to the other one anew"
+    made.sessions._recover()
+    assert isinstance(sent[-1], ServerRestarted)
