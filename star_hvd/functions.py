@@ -170,14 +170,9 @@ def _writing(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         run = runtime.current()
-        drivers = list(run.drivers.values()) if run is not None and run.trains else []
-        for driver in drivers:
+        for driver in list(run.drivers.values()) if run is not None and run.trains else ():
             driver.engine.replica.accept()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            for driver in drivers:
-                driver.engine.replica.accept()
+        return function(*args, **kwargs)
 
     return wrapper
 

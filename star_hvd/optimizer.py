@@ -492,7 +492,7 @@ class _Methods:
         self._star.synchronized, self._star.should_synchronize = False, True
         self._star.base.load_state_dict(self, *args, **kwargs)  # type: ignore[arg-type]
         if isinstance(self._star.core, BucketCore):
-            self._star.core.load_residuals(args[0] if args else kwargs["state_dict"])
+            self._star.core.state_loaded(args[0] if args else kwargs["state_dict"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group and reduce its gradients too. Collective: all ranks, after the same step, only in

@@ -120,6 +120,7 @@ class Replica:
         self._changed = changed
         self._shadow: Shadow | None = None
         self._landmarks = Landmarks(applier.buckets)
+        self._accepted = False  # Whether what the program writes replaces the parameters, until they are written here.
         self._streams = applier.streams
         self._written = self._streams.give(PARAMS)
         self._copied = Fences()
@@ -244,18 +245,19 @@ class Replica:
             finally:
                 self.writes += 1
                 self._landmarks.note()
+                self._accepted = False
                 self._written = self._streams.give(PARAMS)
 
     def accept(self) -> None:
-        """Called by the training thread: values that the program has written are those of its step from here on."""
+        """Called by the training thread: the program loads or broadcasts a state, which replaces that of the step."""
         with self.apply_lock:
-            self._landmarks.note()
+            self._accepted = True
 
     @property
     def displaced(self) -> bool:
-        """Whether the program has changed the live parameters since they were last written here, see `Landmarks`."""
+        """Whether the program has others in the live parameters' place for a while, see `Landmarks`."""
         with self.apply_lock:
-            return self._landmarks.moved()
+            return not self._accepted and self._landmarks.moved()
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
@@ -386,7 +388,7 @@ class Replica:
                 result, step = self.queue[0], self.step
                 shadow = self._shadow
             if shadow is None:
-                if self._landmarks.moved():  # A queue would grow for as long as the program keeps them.
+                if self.displaced:  # A queue would grow for as long as the program keeps them.
                     with self.lock:
                         self.cannot_replay()
                         self._changed()
@@ -448,7 +450,7 @@ class Replica:
                 if not self.state.servable or pending or self.queue or step < min_step or self.partial:
                     return None
             if shadow is None:
-                if self._landmarks.moved():
+                if self.displaced:
                     return None
                 with self.copying():
                     return _snapshot_of(self.applier, step, state_too)

@@ -323,9 +323,9 @@ class StepDriver:
     def catch_up(self) -> None:
         """Bring the parameters up to date where all ranks meet, e.g. at the end of an epoch.
 
-        Not while the program has others in their place, to evaluate them: it will put those of an earlier step back.
+        Not where they are behind and the program has others in their place: it will put those of an earlier step back.
         """
-        if self.dropped or self._displaced:
+        if self.dropped or self._cannot_catch_up:
             return
         self.finish_step()
         for _ in range(_MODES_BEHIND):
@@ -341,14 +341,19 @@ class StepDriver:
         self._start_step()
 
     @property
-    def _displaced(self) -> bool:
-        """Whether the program has others in the parameters' place, where this rank's helper might use them."""
-        return self.active_mode is None and self.engine.plan.relaxed and self.engine.replica.displaced
+    def _cannot_catch_up(self) -> bool:
+        """Whether the parameters are behind, and the program has others in their place, to evaluate them say."""
+        engine = self.engine
+        if self.active_mode is not None or not engine.plan.relaxed:
+            return False
+        with engine.lock:
+            behind = not engine.replica.is_whole or engine.step != engine.next_step
+        return behind and engine.replica.displaced
 
     def position(self) -> Position:
         """Return where this rank is, for a meeting of all ranks."""
         engine, active = self.engine, self.active_mode
-        mid_step = self.mid_step() or self._displaced
+        mid_step = self.mid_step() or self._cannot_catch_up
         with engine.lock:
             local = engine.plan.mode == "local"
             reduced = engine.taking_part and not local  # Else other ranks know which step is the newest.

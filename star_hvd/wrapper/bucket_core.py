@@ -428,8 +428,10 @@ class BucketCore:
         if residuals is not None:
             state[STATE_KEY] = residuals
 
-    def load_residuals(self, state: Mapping[str, Any]) -> None:
-        """Load what `save_residuals` added on this rank."""
+    def state_loaded(self, state: Mapping[str, Any]) -> None:
+        """Load what `save_residuals` added on this rank; parameters are loaded, too, before or behind this."""
+        if self._attached is not None and self.attached_to(runtime.current()):
+            self.driver.engine.replica.accept()
         if self.wire is not None:
             self.wire.load(state.get(STATE_KEY), self._indices())
 

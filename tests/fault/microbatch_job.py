@@ -40,8 +40,10 @@ class Training:
 
     def __init__(self, folder: Path) -> None:
         self.net = _net()
+        # So few samples in a pass that every rank needs several for its share of a step.
+        config = hvd.Config(max_batch=BATCH // PARTS)
         self.optimizer = hvd.DistributedOptimizer(
-            sgd(self.net), self.net.named_parameters(), mode="sync(steal)", max_grad_norm=CLIP
+            sgd(self.net), self.net.named_parameters(), mode="sync(steal)", max_grad_norm=CLIP, config=config
         )
         self.loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS, num_workers=1)
         self.world = "first" if int(hvd.size()) == 4 else "second"
@@ -65,9 +67,12 @@ def killed(folder: Path, *, inside: bool) -> None:
     state = hvd.elastic.TorchState(made.net, made.optimizer, loader=made.loader, epoch=0, step=0)
 
     lost: list[str] = []
+    resumed: list[int] = []
 
     def train(state: Any) -> None:
         made.world = "first" if int(hvd.size()) == 4 else "second"
+        if made.world == "second":
+            resumed.append(state.step)
         while state.epoch < EPOCHS:
             parts = 0
             for batch in made.loader:
@@ -97,7 +102,7 @@ def killed(folder: Path, *, inside: bool) -> None:
             raise
 
     noting(state)
-    made.report(epoch=made.loader.epoch, lost=lost)
+    made.report(epoch=made.loader.epoch, lost=lost, resumed=resumed)
     made.optimizer.close()
 
 
