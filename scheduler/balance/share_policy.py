@@ -142,18 +142,22 @@ class SharePolicy:
                     found = self._equal
             elif not equal_fits:
                 continue
-            present_s, found_s = self._time_s(levels_s, now), self._time_s(levels_s, found)
-            holds = all(self._time_s(each, found) <= self._time_s(each, now) for each in latest)  # Else out of date.
-            gains = too_large or (holds and present_s - found_s > self._least_gain(count) * present_s)
-            if found != now and gains:
-                self.ratio = found_s / self._time_s(levels_s, self._equal)
+            if found != now and (too_large or self._gains(levels_s, latest, now, found, count)):
+                self.ratio = self._time_s(levels_s, found) / self._time_s(levels_s, self._equal)
                 return found
             latest.append(levels_s)
         return None
 
-    def _least_gain(self, count: int) -> float:
-        """Least fraction of a step that a change must save, judged from `count` reports."""
-        return max(GAIN if count >= SHORT else _CLEAR, _SIGMAS * self.curves.scatter(count))
+    def _gains(
+        self, levels_s: Sequence[float], latest: Sequence[Sequence[float]], now: Sequence[int], found: Sequence[int],
+        count: int,
+    ) -> bool:  # fmt: skip
+        """Whether a change saves enough, judged from `count` reports, and fewer ones (`latest`) do not contradict."""
+        if any(self._time_s(each, found) > self._time_s(each, now) for each in latest):
+            return False  # The speeds have changed since.
+        present_s = self._time_s(levels_s, now)
+        least = max(GAIN if count >= SHORT else _CLEAR, _SIGMAS * self.curves.scatter(count))
+        return present_s - self._time_s(levels_s, found) > least * present_s
 
     def changed(self, shares: Sequence[int]) -> None:
         """Record that a change was ordered. One that soon undoes the previous one doubles `look`."""

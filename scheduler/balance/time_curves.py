@@ -136,13 +136,11 @@ class TimeCurves:
         """s_i of every rank over its last `count` reports; None if a rank has fewer, or they are too few to tell."""
         if any(len(reports.recent) < count for reports in self._reports):
             return None
-        if count < SHORT and not all(_alike([t for _, t in list(each.recent)[-count:]]) for each in self._reports):
+        sizes, times_s = np.array([list(each.recent)[-count:] for each in self._reports]).transpose(2, 0, 1)
+        if count < SHORT and (times_s.max(axis=1) > _ALIKE * times_s.min(axis=1)).any():
             return None
-        fixed = self.fixed
-        return [
-            float(np.median([t / (fixed + (1.0 - fixed) * size) for size, t in list(reports.recent)[-count:]]))
-            for reports in self._reports
-        ]
+        found: list[float] = np.median(times_s / (self.fixed + (1.0 - self.fixed) * sizes), axis=1).tolist()
+        return found
 
     def scatter(self, count: int) -> float:
         """Relative standard error of a level over `count` reports, of the rank where it is largest.

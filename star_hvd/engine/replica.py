@@ -388,13 +388,14 @@ class Replica:
                 result, step = self.queue[0], self.step
                 shadow = self._shadow
             if shadow is None:
+                with self.copying():
+                    shadow = Shadow(self.applier, step)
+                # Asked behind the copy: the program may have begun to change them meanwhile.
                 if self.displaced:  # A queue would grow for as long as the program keeps them.
                     with self.lock:
                         self.cannot_replay()
                         self._changed()
                     return True
-                with self.copying():
-                    shadow = Shadow(self.applier, step)
             assert shadow.step == result.step, "a step is missing before a replay"
             shadow.read.order()
             result.fence.order(*result.means)
@@ -450,10 +451,9 @@ class Replica:
                 if not self.state.servable or pending or self.queue or step < min_step or self.partial:
                     return None
             if shadow is None:
-                if self.displaced:
-                    return None
                 with self.copying():
-                    return _snapshot_of(self.applier, step, state_too)
+                    snapshot = _snapshot_of(self.applier, step, state_too)
+                return None if self.displaced else snapshot
             if self._streams.devices:
                 shadow.written.order(*shadow.applier.tensors())
             snapshot = _snapshot_of(shadow.applier, step, state_too)

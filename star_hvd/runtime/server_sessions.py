@@ -32,6 +32,7 @@ __all__ = ["ServerSessions"]
 logger = logging.getLogger("star_hvd")
 
 _ENDPOINT_PARTS = 3
+_MOVES = 3  # Addresses of the own server that are announced for one plan; if it dies again, the plan is given up.
 
 
 @dataclass(slots=True)
@@ -203,11 +204,13 @@ class ServerSessions:
         index, limit_s = plan.servers.index(self._rank), self._config.plan_deadline_s
         with self._changed:
             self._announced[optimizer_id, plan.plan_id] = index
-        while True:
-            endpoint = self._process.ensure(limit_s)
+        endpoint = self._process.ensure(limit_s)
+        for _ in range(_MOVES):
             self._send(ServerUp(optimizer_id, plan.plan_id, index, _to_parts(endpoint)))
-            if self._process.ensure(limit_s) == endpoint:  # Else a newer address may have been sent before this one.
+            sent, endpoint = endpoint, self._process.ensure(limit_s)
+            if endpoint == sent:  # Else a newer address may have been sent before this one.
                 return
+        raise DeadlineError(f"the server of rank {self._rank} died {_MOVES} times while {plan.label} was prepared")
 
     def _await_endpoints(self, client: Client, optimizer_id: int, plan: Plan) -> None:
         """Wait until it is known where all servers are; the client is closed where that is in vain."""
@@ -246,7 +249,8 @@ class ServerSessions:
                 self._found[optimizer_id, plan_id] = endpoints
                 self._changed.notify_all()
                 return
-            moved = [index for index, each in enumerate(endpoints) if known[0][index : index + 1] != [each]]
+            pairs = enumerate(zip(known[0], endpoints, strict=False))
+            moved = [index for index, (before, now) in pairs if before != now]
         for index in moved:
             self._replace(ServerRestarted(optimizer_id, plan_id, index, _to_parts(endpoints[index])))
 

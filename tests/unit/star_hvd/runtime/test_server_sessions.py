@@ -12,7 +12,7 @@ from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.switch import Presence, ServerRestarted, Servers, ServerUp
 from star_hvd.config import Config
 from star_hvd.engine.records import Snapshot
-from star_hvd.errors import ChannelError
+from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.ps.common.auth import Endpoint
 from star_hvd.ps.owner.server_process import ServerProcess, _Opened
 from star_hvd.ps.server.server import Server
@@ -242,12 +242,16 @@ def test_a_server_that_dies_while_a_plan_is_prepared_is_told_of_again(
     """Between the word that it is up and the connections to it no session hears of a restart."""
     sent: list[Any] = []
     monkeypatch.setattr(made.sessions, "_send", sent.append)
-    places = iter([Endpoint("h", 1), Endpoint("h", 2), Endpoint("h", 2), Endpoint("h", 2)])
+    places = iter([Endpoint("h", 1), Endpoint("h", 2), Endpoint("h", 2)])
     monkeypatch.setattr(made.sessions.server, "ensure", lambda deadline_s: next(places))
     monkeypatch.setattr(made.sessions.server, "recover", lambda deadline_s: Endpoint("h", 3))
     plan = Plan.ps(4, 3, servers=(0, 2)).replace(plan_id=1)
     made.sessions._announce(0, plan)
     assert [message.address for message in sent] == [["h", "1", ""], ["h", "2", ""]], "it moved meanwhile"
+    restless = iter(range(10, 20))
+    with monkeypatch.context() as patch, pytest.raises(DeadlineError, match="died 3 times"):
+        patch.setattr(made.sessions.server, "ensure", lambda deadline_s: Endpoint("h", next(restless)))
+        made.sessions._announce(0, plan)
     made.sessions._recover()
     assert sent[-1] == ServerUp(0, 1, 1, ["h", "3", ""])
     made.sessions.on_message(Servers(0, 1, ["g", "1", "", "h", "2", ""]))
