@@ -285,7 +285,7 @@ class Client:
                             f"rank {self.rank} waited {deadline_s:g} s for parameters; {exchange.describe()}"
                         )
             finally:
-                line.reads = {number: each for number, each in line.reads.items() if each is not exchange}
+                line.do("end of read", exchange)
         return exchange
 
     def absent(self, away: bool) -> None:

@@ -83,11 +83,12 @@ class Line:
         key: The job's key.
 
     Attributes:
-        changed: Guards the following; notified when an answer is complete or the connection failed.
-        push: The push that has no answer yet.
-        reads: Reads without an answer, by their number.
+        changed: Guards `push`, `error` and `closed`; notified when an answer is complete or the connection failed.
+        push: The push that has no answer yet. The client sets it, and may do so while the thread, which takes no lock
+            for it, handles its answer: the thread looks once per use.
         error: Why the connection failed, None while it works.
         closed: Whether it was closed.
+        reads: Reads that are waited for, by the number of their latest request; only for the thread.
         malformed: Invalid messages, which were dropped.
     """
 
@@ -147,9 +148,11 @@ class Line:
             raise ChannelError(self.error)
 
     def do(self, what: str, argument: Any) -> None:
-        """Queue a request for the thread (`_execute`)."""
-        self._todo.append((what, argument))
-        self._wake()
+        """Queue a request for the thread (`_execute`); without effect after `close`."""
+        with self.changed:  # `close` closes the pipe; its descriptor may then be another file's.
+            if not self.closed:
+                self._todo.append((what, argument))
+                self._wake()
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # The pipe is full: the thread will wake anyway.
@@ -222,6 +225,8 @@ class Line:
             self._send_bucket(self._begun, index)
         elif what == "read":
             self._ask(argument)
+        elif what == "end of read":
+            self.reads = {number: each for number, each in self.reads.items() if each is not argument}
         elif what == "presence":
             self._presence = argument
             self._meta(Kind.PRESENCE, 0, {"what": argument})
@@ -263,8 +268,9 @@ class Line:
         self._meta(kind, self._requests, exchange.asks)
 
     def _reconnect(self, index: int, endpoint: Endpoint) -> None:
-        if self.push is not None:
-            self.push.carriers.pop(self._sockets[index], None)
+        push = self.push
+        if push is not None:
+            push.carriers.pop(self._sockets[index], None)
         self._sockets[index].unregister(self._poller)
         self._sockets[index].close()
         self.endpoints[index] = endpoint
@@ -288,9 +294,8 @@ class Line:
             # The former server 0 may not have handled the announcements for other restarted servers.
             for restarted in sorted(push.again) if index == 0 else (index,):
                 self._announce(push, again=restarted)
-        with self.changed:
-            unanswered = [each for each in self.reads.values() if not each.complete]
-            self.reads.clear()
+        unanswered = [each for each in self.reads.values() if not each.complete]
+        self.reads.clear()
         for exchange in unanswered:
             self._ask(exchange)
 
@@ -343,7 +348,8 @@ class Line:
         self._announce_progress(exchange)
 
     def _announce_progress(self, exchange: Exchange) -> None:
-        push = self.push if self.push is not None and exchange is self.push.exchange else None
-        if exchange.complete or (push is not None and push.piecewise):
+        push = self.push  # None as soon as the client, which need not wait for this, has taken the answer.
+        piecewise = push is not None and push.exchange is exchange and push.piecewise
+        if exchange.complete or piecewise:
             with self.changed:
                 self.changed.notify_all()

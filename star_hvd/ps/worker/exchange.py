@@ -47,6 +47,9 @@ class Reply:
 class Exchange:
     """A partially received answer.
 
+    The connection's thread receives into it without a lock, while other threads ask whether it is complete: so what
+    they ask is one operation, and of a message the parameters and the version come before the note that it is here.
+
     Args:
         layout: The layout.
         flats: Flat tensors that receive the parameters, per bucket.
@@ -122,8 +125,9 @@ class Exchange:
     def describe(self) -> str:
         """Describe what is missing, for an error."""
         result = "" if self._kind != Kind.PARAMS or self._push_result is not None else ", and the push's result"
-        servers = sorted({self._layout.chunks[chunk].server for chunk, _ in self._missing})
-        return f"{len(self._missing)} messages of servers {servers} are missing{result}"
+        missing = tuple(self._missing)  # In one operation: messages arrive meanwhile.
+        servers = sorted({self._layout.chunks[chunk].server for chunk, _ in missing})
+        return f"{len(missing)} messages of servers {servers} are missing{result}"
 
     def set_result(self, result: dict[str, Any]) -> None:
         """Receive the primary's result of the push.
@@ -175,6 +179,7 @@ class Exchange:
 
     def reply(self) -> Reply:
         """Return the answer; while parameters are missing, its version is that of the result."""
+        partial = bool(self._missing)  # Before the version: the last messages may arrive between the two.
         version = self.version
         if self._not_sent:
             return Reply("known", version)
@@ -184,7 +189,7 @@ class Exchange:
         moved = kind in ("moved", "error")
         return Reply(
             kind,
-            int(self._push_result["version"]) if moved or self._missing else version,
+            int(self._push_result["version"]) if moved or partial else version,
             int(self._push_result["plan_id"]),
             bool(self._push_result["applied"]),
             str(self._push_result["reason"]),
