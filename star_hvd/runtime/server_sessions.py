@@ -182,22 +182,21 @@ class ServerSessions:
         """Connect a session to the servers of its plan; from now on it hears of restarts.
 
         Returns:
-            False if the optimizer was closed meanwhile; nothing is left of the session then.
+            False if the optimizer, or all of this, was closed meanwhile; nothing is left of the session then.
         """
         key = optimizer_id, session.number
         with self._changed:  # A restart reaches either `_found` or the session, at every moment.
-            ended = optimizer_id in self._ended
+            ended = self._stopped or optimizer_id in self._ended
             session.endpoints = self._found.pop(key, [])
             self._announced.pop(key, None)
             if not ended:
                 self._serves[key] = session.number
                 self._sessions.setdefault(optimizer_id, []).append(session)
+                session.client.reach(session.endpoints)
+                session.client.start()  # Under the lock: whoever finds the session may close it.
         if ended:
             session.client.close()
-            return False
-        session.client.reach(session.endpoints)
-        session.client.start()
-        return True
+        return not ended
 
     def _announce(self, optimizer_id: int, plan: Plan) -> None:
         """Tell where this rank's server is; `_recover` tells it again if the server dies before the plan is ready."""
@@ -256,32 +255,29 @@ class ServerSessions:
 
     def _replace(self, message: ServerRestarted) -> None:
         endpoint = _from_parts(message.address)
-        with self._changed:
-            sessions = list(self._sessions.get(message.optimizer_id, []))
+        with self._changed:  # As a whole: `seed` opens the own server with the address before or the one after.
             found = self._found.get((message.optimizer_id, message.plan_id))
             if found is not None:  # No session has connected yet.
                 found[message.index] = endpoint
-        for session in sessions:
-            if session.number == message.plan_id:
-                session.endpoints[message.index] = endpoint
-                session.client.replace(message.index, endpoint)
-                if self._rank in session.plan.servers and session.plan.servers.index(self._rank) != message.index:
-                    self._process.replace(message.optimizer_id, message.plan_id, message.index, endpoint)
+            for session in self._sessions.get(message.optimizer_id, []):
+                if session.number == message.plan_id:
+                    session.endpoints[message.index] = endpoint
+                    session.client.replace(message.index, endpoint)
+                    if self._rank in session.plan.servers and session.plan.servers.index(self._rank) != message.index:
+                        self._process.replace(message.optimizer_id, message.plan_id, message.index, endpoint)
 
     def _presence(self, rank: int, *, present: bool) -> None:
-        with self._changed:
+        with self._changed:  # As a whole: `seed` reports who is absent before this or after it.
             self._absent = self._absent - {rank} if present else self._absent | {rank}
-        for engine, driver in list(self._drivers.items()):
-            if driver.engine.plan.family not in ("ps", "grouped") or rank == self._rank:
-                continue
-            if self._leads(engine):
-                with contextlib.suppress(KeyError):
+            for engine, driver in list(self._drivers.items()):
+                plan = driver.engine.plan
+                if rank != self._rank and plan.family in ("ps", "grouped") and self._leads(engine, plan):
                     self._process.member(engine, rank, "present" if present else "absent")
 
-    def _leads(self, optimizer_id: int) -> bool:
-        """Whether this rank runs the first server of an optimizer's current session, which orders the updates."""
+    def _leads(self, optimizer_id: int, plan: Plan) -> bool:
+        """Whether this rank runs the first server of a plan's session, which orders the updates."""
         with contextlib.suppress(StarError):
-            return self._session_of(optimizer_id, self._drivers[optimizer_id].engine.plan).plan.servers[0] == self._rank
+            return self._session_of(optimizer_id, plan).plan.servers[0] == self._rank
         return False
 
     def _session_of(self, optimizer_id: int, plan: Plan) -> _Session:
@@ -305,7 +301,7 @@ class ServerSessions:
 
     def session_number(self, optimizer_id: int, plan: Plan) -> int:
         """Return the session that a prepared plan starts or continues."""
-        return self._serves[optimizer_id, plan.plan_id]
+        return self._session_of(optimizer_id, plan).number
 
     def same_session(self, optimizer_id: int, one: Plan, other: Plan) -> bool:
         """Whether two plans belong to the same session of servers."""
@@ -328,15 +324,15 @@ class ServerSessions:
         """Open this rank's shard with the state with which the plan starts."""
         session = self._session_of(optimizer_id, plan)
         index = plan.servers.index(self._rank)
-        self._process.open(
-            optimizer_id, session.number, index, session.endpoints, session.layout, plan, session.spec, snapshot.step
-        )
-        self._process.seed(optimizer_id, session.number, snapshot)
-        if index == 0:
-            for rank in self._absent - {self._rank}:  # Reported absent while no shard was open.
-                self._process.member(optimizer_id, rank, "absent")
-                if rank not in self._absent:  # It just came back, and its "present" may have been sent before this.
-                    self._process.member(optimizer_id, rank, "present")
+        number = session.number
+        with self._changed:  # What the agent's thread hears meanwhile it tells the server after this.
+            self._process.open(
+                optimizer_id, number, index, session.endpoints, session.layout, plan, session.spec, snapshot.step
+            )
+            if index == 0:
+                for rank in sorted(self._absent - {self._rank}):  # Reported absent while no shard was open.
+                    self._process.member(optimizer_id, rank, "absent")
+        self._process.seed(optimizer_id, number, snapshot)
 
     def final_state(self, optimizer_id: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
         """Return the state with which a plan's servers ended at `version`, None if it is no longer available."""
@@ -372,6 +368,13 @@ class ServerSessions:
             self._fail(-1, RankLostError(f"the parameter server of rank {self._rank} could not be recovered: {error}"))
             return
         logger.warning("rank %d: its parameter server is back after %.1f s", self._rank, time.monotonic() - began_s)
+        self._tell(endpoint)
+        while (newest := self._process.endpoint) not in (None, endpoint):
+            endpoint = newest  # It died again, and the word of this may have been sent before the one above.
+            self._tell(endpoint)
+
+    def _tell(self, endpoint: Endpoint) -> None:
+        """Tell all ranks where this rank's server is now."""
         with self._changed:
             sessions = [(engine, session) for engine, each in self._sessions.items() for session in each]
             announced = list(self._announced.items())

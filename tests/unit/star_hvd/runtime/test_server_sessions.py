@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -172,8 +174,8 @@ def test_servers_are_told_who_was_absent_before_they_were_there(made: Made, monk
     plan = Plan.ps(4, 3, servers=(2, 0)).replace(plan_id=1)
     made.enter(plan)
     made.sessions.seed(0, plan, Snapshot(0, [], []))
-    assert [name for name, _ in said] == ["open", "seed", "member"]
-    assert said[-1][1] == (0, 1, "absent")
+    assert [name for name, _ in said] == ["open", "member", "seed"]
+    assert said[1][1] == (0, 1, "absent")
 
 
 def test_a_server_that_is_not_open_yet_is_told_of_presence_later() -> None:
@@ -264,3 +266,122 @@ def test_a_server_that_dies_while_a_plan_is_prepared_is_told_of_again(
     assert moved == [(0, 1, 0, Endpoint("g", 5))], "this rank's server connects to the other one anew"
     made.sessions._recover()
     assert isinstance(sent[-1], ServerRestarted)
+
+
+def meanwhile(*works: Callable[[], Any]) -> list[threading.Thread]:
+    """Do the work in another thread, which gets ahead as far as the locks held here let it."""
+
+    def work() -> None:
+        for each in works:
+            each()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(0.2)
+    return [thread]
+
+
+@pytest.mark.parametrize("how", ["forget", "stop"])
+def test_a_connection_is_not_started_after_it_was_closed(made: Made, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    closing: list[threading.Thread] = []
+    started: list[bool] = []
+    close = made.sessions.stop if how == "stop" else lambda: made.sessions.forget(0)
+    monkeypatch.setattr(Connection, "reach", lambda self, endpoints: closing.extend(meanwhile(close)))
+    monkeypatch.setattr(Connection, "start", lambda self: started.append(self.closed))
+    made.prepare(ps(1))
+    client = made.sessions._sessions[0][0].client if how == "stop" else None
+    closing[0].join(60.0)
+    assert started == [False] and not closing[0].is_alive()
+    assert client is None or client.closed  # type: ignore[attr-defined]
+
+
+def test_no_connection_is_made_after_the_end(made: Made) -> None:
+    made.sessions.stop()
+    assert made.sessions.prepare(0, ps(1)) is not None and not made.numbers()
+
+
+def test_a_shard_is_opened_with_an_address_or_told_of_a_newer_one(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would connect to the dead process of the first server for ever."""
+    said: list[tuple[str, Any]] = []
+    telling: list[threading.Thread] = []
+
+    def moved() -> None:
+        made.sessions.on_message(ServerRestarted(0, 1, 0, ["h", "9", ""]))
+
+    def open_slowly(engine: int, number: int, index: int, endpoints: list[Endpoint], *rest: Any) -> None:
+        taken = list(endpoints)
+        telling.extend(meanwhile(moved))
+        said.append(("open", taken[0].port))
+
+    monkeypatch.setattr(made.sessions, "_announce", lambda engine, plan: None)
+    process = made.sessions._process
+    monkeypatch.setattr(process, "open", open_slowly)
+    monkeypatch.setattr(process, "seed", lambda *given: None)
+    monkeypatch.setattr(process, "replace", lambda *given: said.append(("replace", given[-1].port)))
+    made.sessions.on_message(Servers(0, 1, ["h", "1", "", "g", "2", ""]))
+    plan = Plan.ps(4, 3, servers=(0, 2)).replace(plan_id=1)
+    made.enter(plan)
+    made.sessions.seed(0, plan, Snapshot(0, [], []))
+    telling[0].join(60.0)
+    assert said == [("open", 1), ("replace", 9)]
+
+
+def test_the_last_word_on_a_rank_s_presence_is_the_last_that_servers_hear(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a rank comes back and falls silent again while the first server is told who was absent before."""
+    said: list[str] = []
+    telling: list[threading.Thread] = []
+
+    def heard(present: bool) -> Callable[[], None]:
+        return lambda: made.sessions.on_message(Presence(1, present))
+
+    def member(engine: int, rank: int, what: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            telling.extend(meanwhile(heard(what == "absent")))
+        said.append(what)
+
+    monkeypatch.setattr(made.sessions, "_announce", lambda engine, plan: None)
+    process = made.sessions._process
+    monkeypatch.setattr(process, "open", lambda *given: None)
+    monkeypatch.setattr(process, "seed", lambda *given: None)
+    monkeypatch.setattr(process, "member", member)
+    made.sessions.on_message(Presence(1, False))
+    plan = Plan.ps(4, 3, servers=(2, 0)).replace(plan_id=1)
+    made.enter(plan)
+    made.sessions.seed(0, plan, Snapshot(0, [], []))
+    for each in telling:
+        each.join(60.0)
+    assert (said[-1] == "absent") == (1 in made.sessions._absent)
+
+
+def test_an_optimizer_that_is_closed_meanwhile_keeps_no_word_from_the_others(made: Made) -> None:
+    class Closing(dict[int, Any]):
+        def items(self) -> Any:
+            found = list(super().items())
+            self.clear()
+            return found
+
+    made.enter(ps(1))
+    made.sessions._drivers = Closing(made.sessions._drivers)
+    made.sessions.on_message(Presence(1, False))
+    assert made.sessions._absent == {1}
+
+
+def test_the_newest_address_of_a_server_that_dies_twice_is_told_last(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each death has a thread of its own; the first may tell of its process after the second has told of the next."""
+    sent: list[Any] = []
+    monkeypatch.setattr(made.sessions, "_announce", lambda engine, plan: None)
+    made.enter(Plan.ps(4, 3, servers=(2,)).replace(plan_id=1))
+    process = made.sessions._process
+
+    def recover(deadline_s: float) -> Endpoint:
+        process.endpoint = Endpoint("h", 4)  # By the time this returns, the process at port 3 has died too.
+        return Endpoint("h", 3)
+
+    monkeypatch.setattr(made.sessions, "_send", sent.append)
+    monkeypatch.setattr(process, "recover", recover)
+    made.sessions._recover()
+    assert [message.address[1] for message in sent] == ["3", "4"]
