@@ -182,10 +182,6 @@ class ServerRule:
                 self._clock[rank] = min(self._clock.values(), default=0)
         return self._process_pending()
 
-    def forget(self, rank: int) -> None:
-        """Forget the push counter of a rank that a new process took over."""
-        self._last.pop(rank, None)
-
     def set_plan(self, plan: Plan, ranks: Iterable[int] | None = None) -> list[Event]:
         """Switch to another plan at this version; it applies to pending pushes at once, so that no rank stays blocked.
 

@@ -13,7 +13,15 @@ from typing import Any
 
 from star_hvd.errors import ChannelError
 
-__all__ = ["check_order", "check_products", "check_pull", "check_push", "check_push_result", "is_whole"]
+__all__ = [
+    "check_order",
+    "check_presence",
+    "check_products",
+    "check_pull",
+    "check_push",
+    "check_push_result",
+    "is_whole",
+]
 
 _MOST = 1 << 62
 _MOST_REAL = 1e15  # Of a hyperparameter; integral ones have to fit 64 bits.
@@ -64,6 +72,12 @@ def check_pull(meta: Mapping[str, Any]) -> None:
         raise _refuse("a request", "empty", meta["empty"], "true or false")
 
 
+def check_presence(meta: Mapping[str, Any]) -> None:
+    """Check a rank's report of itself; that it is dead only the owner of the server can say."""
+    if meta.get("what") not in ("absent", "present"):
+        raise _refuse("a rank", "presence", meta.get("what"), "absent or present")
+
+
 def _is_row(row: Any, size: int | None) -> bool:
     """Return whether a value is a row of hyperparameters or None; infinite ones are allowed."""
     if row is None:
@@ -103,8 +117,8 @@ def check_order(order: Mapping[str, Any], row_size: int) -> None:
         raise _refuse("an order", "seq", order.get("seq"), "a whole number from 1")
     lists = {"update": ("parts", _is_part), "send": ("to", _is_push)}
     wholes = {
-        "update": ("version",), "send": (), "drop": ("rank", "step"), "skip": ("rank", "step"), "forget": ("rank",),
-        "guard": (), "cut": (), "pull": ("rank", "request"), "state": ("rank", "request"),
+        "update": ("version",), "send": (), "drop": ("rank", "step"), "skip": ("rank", "step"), "guard": (),
+        "cut": (), "pull": ("rank", "request"), "state": ("rank", "request"),
     }  # fmt: skip
     if not isinstance(kind, str) or kind not in wholes:
         raise _refuse("an order", "op", kind, f"one of {', '.join(wholes)}")

@@ -420,18 +420,16 @@ class ServerProcess:
             self._send({"do": "cut", "engine": optimizer_id, "plan_id": plan_id})
 
     def member(self, optimizer_id: int, rank: int, what: str) -> None:
-        """Report to shard 0 that a rank is `absent`, `present`, `lost` (its process died) or to `forget` (a new process
-        has the rank and its step count starts over).
+        """Report to shard 0 that a rank is `absent`, `present` or `lost` (its process died).
 
         Raises:
             ValueError: `what` is something else.
         """
-        if what not in ("absent", "present", "lost", "forget"):
-            raise ValueError(f"the state of rank {rank} is {what!r}; expected absent, present, lost or forget")
+        if what not in ("absent", "present", "lost"):
+            raise ValueError(f"the state of rank {rank} is {what!r}; expected absent, present or lost")
         with self._changed:
             for opened in self._of(optimizer_id)[-1:]:
-                if what != "forget":
-                    opened.members[rank] = what
+                opened.members[rank] = what
             self._send({"do": "member", "engine": optimizer_id, "rank": rank, "what": what})
 
     def replace(self, optimizer_id: int, session: int, index: int, endpoint: Endpoint) -> None:

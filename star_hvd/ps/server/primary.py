@@ -51,7 +51,7 @@ class _Memory:
     seq: int = 0
     log: list[Order] = field(default_factory=list)
     fed: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
-    # Announcements of the pushes that the rule holds; a rank can have two after its process was replaced.
+    # Announcements of the pushes that the rule holds.
     metas: dict[PushId, dict[str, Any]] = field(default_factory=dict)
     push_results: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
@@ -216,7 +216,7 @@ class Primary:
         self._flush()
 
     def member(self, rank: int, what: str, *, own: bool = False) -> None:
-        """Note that a rank is `absent`, `present`, `lost` (absent, its process is dead), or a new process (`forget`).
+        """Note that a rank is `absent`, `present` or `lost` (absent, its process is dead).
 
         No update waits for a rank that is absent by its own report or by the owner's. The two arrive on different
         connections: the owner's "present" can arrive after the rank has reported that it pushes nothing for now.
@@ -230,18 +230,14 @@ class Primary:
         Raises:
             ChannelError: There is no such rank or state.
         """
-        memory, states = self._memory, ("absent", "present", "lost", "forget")
+        memory, states = self._memory, ("absent", "present", "lost")
         self._check_rank(rank)
         if what not in states:
             raise ChannelError(f"the state of rank {rank} is {what!r}; expected one of {', '.join(states)}")
         if what == "lost":
             self._lose(rank)
-        if what == "forget":
-            memory.rule.forget(rank)
-            self._forget(rank)
-        else:
-            said = memory.inactive if own else memory.silent
-            (said.discard if what == "present" else said.add)(rank)
+        said = memory.inactive if own else memory.silent
+        (said.discard if what == "present" else said.add)(rank)
         self._take((memory.rule.absent if rank in self._absent else memory.rule.present)(rank))
         self._feed()
         self._flush()
@@ -448,18 +444,6 @@ class Primary:
         steps = {self._memory.applied.get(rank, -1), self._memory.fed.get(rank, (-1, {}))[0]}
         for step in sorted(steps - {-1}):
             self._order({"op": "skip", "rank": rank, "step": step})
-
-    def _forget(self, rank: int) -> None:
-        memory = self._memory
-        memory.push_results.pop(rank, None)
-        memory.applied.pop(rank, None)
-        memory.inactive.discard(rank)  # Its former process said so.
-        self._noted.pop(rank, None)
-        for push in [push for push in self._unfed if push[0] == rank]:
-            del self._unfed[push]
-        for push in [push for push in self._arrived if push[0] == rank]:
-            del self._arrived[push]
-        self._order({"op": "forget", "rank": rank})
 
     # ---- what goes out ------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ from star_hvd.ps.common.mirror import Mirror
 from star_hvd.ps.common.optimizer_spec import OptimizerSpec
 from star_hvd.ps.common.pipe import Pipe
 from star_hvd.ps.common.record import Record
-from star_hvd.ps.common.validation import check_products, check_pull, check_push, is_whole
+from star_hvd.ps.common.validation import check_presence, check_products, check_pull, check_push, is_whole
 from star_hvd.ps.common.wire import Header, Kind, pack, read_meta, unpack
 from star_hvd.ps.server.chunk_store import ChunkStore
 from star_hvd.ps.server.no_compiler import leave_out
@@ -193,7 +193,9 @@ class _Job(Outlet):
             what = "pull" if kind == Kind.PULL else "state"
             self.primary.read(what, rank, step, known=meta.get("known"), empty=meta.get("empty", False))
         elif kind == Kind.PRESENCE:
-            self.primary.member(rank, str(read_meta(payload).get("what")), own=True)
+            meta = read_meta(payload)
+            check_presence(meta)
+            self.primary.member(rank, meta["what"], own=True)
         elif kind == Kind.ARRIVED:
             meta = read_meta(payload)
             products = meta.get("products")

@@ -263,7 +263,7 @@ class Shard:
             return
         self._seq = order["seq"]
         kind = order["op"]
-        if kind in ("drop", "skip", "forget", "guard"):
+        if kind in ("drop", "skip", "guard"):
             self._at_once(order)
         if not self.stores:
             self._done(order["seq"])
@@ -282,11 +282,6 @@ class Shard:
             self._skipped.add((rank, step))
             for chunk in self._queues:
                 self._run(chunk)
-        elif order["op"] == "forget":
-            self._over.pop(rank, None)
-            self._purge(rank, step=1 << 62)
-            for store in self.stores.values():
-                store.applied.pop(rank, None)
         else:
             self._guard = bool(order["on"])
             self._watch(self._guard)

@@ -117,7 +117,7 @@ def _rule_script(draw: random.Random) -> bytes:
     steps = [0] * _WORLD
     for _ in range(draw.randrange(5, 50)):
         rank = draw.randrange(_WORLD) if draw.random() < 0.95 else draw.randrange(-2, 9)
-        kind = draw.choice(("push", "push", "push", "push", "absent", "present", "forget", "plan", "cut"))
+        kind = draw.choice(("push", "push", "push", "push", "absent", "present", "plan", "cut"))
         if kind == "push":
             steps[rank % _WORLD] += 1
             push = [rank, steps[rank % _WORLD], draw.randrange(3), draw.random(), 1, draw.choice((None, 0.5, -0.9))]
@@ -155,10 +155,6 @@ def _play_rule(data: bytes) -> int:
                 events = rule.set_plan(Plan.from_dict(value))
             elif kind == "cut":
                 events = rule.drain()
-            elif kind == "forget":
-                rule.forget(value)
-                waiting.discard(value)
-                events = []
             else:
                 events = getattr(rule, kind)(value)
         except (ValueError, TypeError, OverflowError) as error:

@@ -196,7 +196,7 @@ def _script(draw: random.Random) -> bytes:
         said += _push(rank, steps[rank], draw)
         kind = draw.choice(_KINDS)
         if draw.random() < 0.5:
-            meta = draw.choice(({"what": "absent"}, {"what": "present"}, {"what": "lost"}, {"what": "forget"},
+            meta = draw.choice(({"what": "absent"}, {"what": "present"}, {"what": "lost"}, {"what": ["absent"]},
                                 {"rank": rank, "products": None}, {"rank": 1, "products": [1.0, 1.0, 1.0]},
                                 {"seq": 3, "op": "send", "to": [[0, 1]]}, {}))  # fmt: skip
             header = Header(kind, 0, 0, rank, draw.randrange(5), draw.randrange(3), draw.randrange(4))
@@ -260,7 +260,7 @@ def _orders(draw: random.Random) -> bytes:
             (
                 {"op": "update", "version": seq - 1, "parts": [[rank, seq, 1.0]], "row": None, "send": [[rank, seq]]},
                 {"op": "send", "to": [[rank, seq]]}, {"op": "drop", "rank": rank, "step": seq},
-                {"op": "skip", "rank": rank, "step": seq}, {"op": "forget", "rank": rank}, {"op": "guard", "on": True},
+                {"op": "skip", "rank": rank, "step": seq}, {"op": "guard", "on": True},
                 {"op": "pull", "rank": rank, "request": 7, "known": draw.choice((None, 0, seq)), "empty": seq % 3 == 0},
                 {"op": "state", "rank": rank, "request": 7},
                 {"op": "cut", "version": seq},

@@ -227,9 +227,6 @@ def test_a_push_counts_exactly_once() -> None:
     (update,) = rule.push(push(1, 0))
     assert isinstance(update, Update) and [(part.rank, part.step) for part in update.parts] == [(0, 4), (1, 0)]
     assert rule.push(push(0, 4)) == [] and rule.waiting == ()
-    rule.forget(0)
-    rule.push(push(0, 0, version=1))
-    assert rule.waiting == (0,)
 
 
 def test_nobody_waits_for_ranks_that_are_away() -> None:

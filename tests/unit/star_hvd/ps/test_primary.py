@@ -165,13 +165,3 @@ def test_a_silent_rank_is_not_waited_for_because_it_says_that_it_has_work() -> N
     assert pushed(made, 0, 1) == [(0, 1)]
     made.primary.member(1, "present")
     assert pushed(made, 0, 2) == [(0, 1)]
-
-
-def test_a_rank_s_new_process_is_not_absent_by_the_word_of_its_former_one() -> None:
-    made = Process()
-    made.primary.member(1, "absent", own=True)
-    made.primary.member(1, "lost")
-    made.primary.member(1, "forget")
-    assert pushed(made, 0, 1) == [(0, 1)], "it is not heard yet"
-    made.primary.member(1, "present")
-    assert pushed(made, 0, 2) == [(0, 1)]
