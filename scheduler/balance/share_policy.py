@@ -99,11 +99,6 @@ class SharePolicy:
         self._previous = self._present = self._equal
 
     @property
-    def look(self) -> int:
-        """Number of reports that a quick decision currently needs."""
-        return self._look
-
-    @property
     def informed(self) -> bool:
         """Whether every rank has sent the reports that the quickest decision needs, since its share changed."""
         return self.curves.reports_since_change() >= FIRST
@@ -160,7 +155,10 @@ class SharePolicy:
         return present_s - self._time_s(levels_s, found) > least * present_s
 
     def changed(self, shares: Sequence[int]) -> None:
-        """Record that a change was ordered. One that soon undoes the previous one doubles `look`."""
+        """Record that a change was ordered.
+
+        One that soon undoes the previous one doubles the number of reports that a quick decision needs.
+        """
         now = tuple(shares) or self._equal
         if self._undoes(now) and self._is_soon:
             self._look = min(LONG, 2 * max(SHORT, self._look))

@@ -19,7 +19,7 @@ from scheduler.diagnosis.window_stats import THRESHOLD
 from scheduler.plan.plan import Plan
 from scheduler.rules.weights import damped, damping_scale, lr_factor
 
-__all__ = ["Flow", "order_interval", "partial_flow", "server_flow"]
+__all__ = ["Flow", "partial_flow", "server_flow"]
 
 Array = npt.NDArray[np.float64]
 _Counts = npt.NDArray[np.int64]
@@ -86,18 +86,6 @@ class Flow:
     def slower(self, extra_s: float) -> Flow:
         """Copy with a longer interval."""
         return dataclasses.replace(self, interval_s=self.interval_s + extra_s)
-
-
-def order_interval(times_s: Sequence[float] | Array, x: int, *, updates: int = 1000) -> float:
-    """tau(x): mean time between updates of any x arrivals (STAR section 4.4), seconds.
-
-    Args:
-        times_s: Every rank's time, shape (n_ranks,), or rows of them, which repeat.
-        x: Arrivals that make an update.
-        updates: Updates to simulate.
-    """
-    times = np.atleast_2d(np.asarray(times_s, dtype=np.float64))
-    return _order(times, x, updates)[0]
 
 
 def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[float, _Counts, float]:

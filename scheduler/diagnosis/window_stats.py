@@ -112,14 +112,11 @@ class Readings:
         """Sum of every rank's times, seconds, shape (n_ranks,)."""
         return np.asarray(self._times.sum(axis=1))
 
-    def is_slow(self, step: int, time_s: float) -> bool:
-        """Whether a report exceeds the reference, and the fastest rank of its step, by the threshold."""
-        if not time_s > self._limit_s:  # Also if the limit is NaN.
-            return False
-        return time_s > self._threshold * float(self._floors_s(np.array([step]))[0])
-
     def slow(self) -> _Flags:
-        """`is_slow` of all reports, one row per rank, newest last."""
+        """Whether a report exceeds the reference, and the fastest rank of its step, by the threshold.
+
+        Of all reports, one row per rank, newest last.
+        """
         if self._slow is None:
             with np.errstate(invalid="ignore"):
                 over = self._times > self._limit_s

@@ -84,14 +84,10 @@ class Predictor:
 
     Attributes:
         about: Contents of `model.json`: versions, training data, metrics.
-        fallbacks: Rows so far that got the cost model's prediction.
-        predicted: All rows so far.
     """
 
     def __init__(self, about: Mapping[str, Any], boosters: Mapping[str, Any]) -> None:
         self.about = dict(about)
-        self.fallbacks = 0
-        self.predicted = 0
         self._boosters = dict(boosters)
         low, high = (np.array([pair[side] for pair in about["ranges"]], dtype=np.float64) for side in (0, 1))
         room = _MARGIN * (high - low) + 1e-9
@@ -113,13 +109,9 @@ class Predictor:
         predictions = [costs[id(plan)] for plan in offered]
         if not self._least[self._ranks] <= math.log2(conditions.world_size) <= self._most[self._ranks]:
             # All rows would be out of range: see `estimate`.
-            self.predicted += len(offered)
-            self.fallbacks += len(offered)
             self._warn_size(conditions.world_size)
             return predictions
         found = self.estimate(rows(offered, conditions, window, active, predictions))
-        self.predicted += len(offered)
-        self.fallbacks += int((~found.known).sum())
         return [
             _prediction(cost, found, index) if found.known[index] and cost.plan.mode != "sync" else cost
             for index, cost in enumerate(predictions)

@@ -88,8 +88,6 @@ _CALM_PARTIAL_STEPS = 96
 
 _CALM_LOSS = 1.1
 
-_WINDOW_STEPS = 64
-
 _CLEAR, _EARLY_STEPS = 0.85, 40
 """Predicted time relative to the active plan's below which a switch does not wait for measurements of the active plan,
 and the most steps that other switches wait for them."""
@@ -162,11 +160,6 @@ class CostPolicy:
         self._cold: Plan | None = None  # Best plan of the last decision, not chosen because its servers do not run yet.
         self._warm: set[int] = set()  # Ranks whose servers run or were asked to start.
         self._sets: dict[tuple[int, ...], int] = {}  # Process sets of active plans, with the last step of their use.
-
-    @property
-    def window_steps(self) -> int:
-        """Steps, and reports per rank, that a window should hold at least."""
-        return _WINDOW_STEPS
 
     def decide(self, window: Window, active: Plan) -> Plan | None:
         """Return the plan to switch to, or None to keep the active one.

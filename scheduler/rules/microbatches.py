@@ -211,7 +211,6 @@ class _Step:
     """A step with tasks that are not started.
 
     Attributes:
-        counts: The shares with which the step started.
         queues: Unstarted tasks by rank, as runs; a rank starts them from the front, others take over from the end.
         shares: The `SHARES` messages, by rank.
         began: Whether the rank has started a pass of this step.
@@ -220,7 +219,6 @@ class _Step:
         divided: The last division of the rest of the step.
     """
 
-    counts: tuple[int, ...]
     queues: list[deque[Span]]
     shares: list[Action]
     began: list[bool]
@@ -317,7 +315,6 @@ class MicrobatchPool:
 
     Attributes:
         steals: Whether shares follow the ranks' pace and tasks are taken over; otherwise shares are equal and fixed.
-        taken_over: Tasks started by another rank than the one whose share they were in.
     """
 
     def __init__(self, layout: StepLayout, times: PassTimes | None = None, epoch: int = 0) -> None:
@@ -325,7 +322,6 @@ class MicrobatchPool:
         self.times = times or PassTimes(layout.world_size)
         self.epoch = epoch
         self.steals = False
-        self.taken_over = 0
         self._ahead = 1  # Steps beyond the current one whose shares are made.
         self._loads_ahead = False
         self._steps: dict[int, _Step] = {}  # Open ones.
@@ -400,8 +396,6 @@ class MicrobatchPool:
         if task >= 0 and found is not None:
             worker.first, worker.tasks, worker.of_step = task, tasks, step
             found.began[rank] = True
-            first, stop = self._first_run(found, rank)
-            self.taken_over += 0 if first <= task < stop else tasks
             actions += self._maybe_close(step)
         else:
             self._look_at_s = min(self._look_at_s, now_s + self._look_s())
@@ -459,11 +453,6 @@ class MicrobatchPool:
 
     # ---- shares ---------------------------------------------------------------------------------------------
 
-    def _first_run(self, found: _Step, rank: int) -> Span:
-        """The run of tasks that was a rank's share when the step started."""
-        first = sum(found.counts[:rank])
-        return first, first + found.counts[rank]
-
     def _make_steps(self, now_s: float) -> list[Action]:
         """Make the shares of the steps that ranks reach next."""
         actions: list[Action] = []
@@ -511,7 +500,7 @@ class MicrobatchPool:
                    first_s=paces_s[rank] * (fixed + each[0]) if paces_s is not None and each else 0.0)
             for rank, each in enumerate(sizes)
         ]  # fmt: skip
-        return _Step(counts, queues, shares, [False] * n)
+        return _Step(queues, shares, [False] * n)
 
     def _equal_passes(self, count: int) -> list[int]:
         """Pass sizes equal to the user's micro-batches."""

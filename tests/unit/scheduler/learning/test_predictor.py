@@ -62,7 +62,6 @@ def test_rows_it_does_not_know_get_the_cost_model(folder: Path) -> None:
     predict = load(folder)
     learned, cost = moment(predict)
     assert learned == cost
-    assert predict.fallbacks == predict.predicted == len(cost)
 
 
 def test_other_numbers_of_ranks_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -90,7 +89,7 @@ def test_predictions_are_put_together_from_the_heads(folder: Path) -> None:
     (folder / "model.json").write_text(json.dumps(about))
     predict = load(folder)
     learned, cost = moment(predict)
-    assert predict.fallbacks == 0 and [p.plan for p in learned] == [p.plan for p in cost]
+    assert [p.plan for p in learned] == [p.plan for p in cost]
     assert learned[0] == cost[0] and learned[0].plan.mode == "sync" and learned[0].relative == 1.0
     for one, other in zip(learned[1:], cost[1:], strict=True):
         assert one.low <= one.relative <= one.high and 0.0 <= one.reach <= 1.0
@@ -187,7 +186,7 @@ def test_the_model_that_is_shipped_is_sound() -> None:
     assert metrics["choice_regret"] < metrics["cost_choice_regret"] and metrics["error"] < metrics["cost_error"]
     assert sum(file.stat().st_size for file in SHIPPED.iterdir()) < 6 << 20
     learned, cost = moment(found, 8)
-    assert learned != cost and found.fallbacks < len(cost)
+    assert learned != cost and any(one.learned for one in learned)
 
 
 def test_nothing_heavy_is_imported_before_a_model_is_loaded() -> None:

@@ -31,6 +31,7 @@ from star_hvd.runtime.model_loader import ModelLoader
 from scheduler.policy.candidates import candidates
 from scheduler.cost.conditions import Conditions
 from scheduler.plan.plan import Plan
+from tests.support.threads import await_end
 from tests.support.windows import steady, window
 
 class Kept(logging.Handler):
@@ -45,7 +46,8 @@ for folder in sys.argv[1:]:
     said = []
     os.environ["STAR_MODEL"] = folder
     ranker = ModelLoader()
-    ranker.load(300.0)
+    ranker.load_after(lambda: True)
+    await_end("star-model", 300.0)
     predicted = len(ranker(offered, conditions, given, active)) == len(offered)
     print(json.dumps([folder, said, ranker.facts, predicted]), flush=True)
 """

@@ -17,7 +17,6 @@ from scheduler.diagnosis.freezes import Freezes
 from scheduler.plan.headroom import Headroom
 from scheduler.plan.plan import Plan
 from scheduler.policy.cost_policy import CostPolicy
-from scheduler.policy.rule_policy import RulePolicy
 from scheduler.policy.ski_rental import SkiRental
 from scheduler.records import Window
 from scheduler.simulator import Cluster, Episode, Job, Network, Scenario
@@ -257,7 +256,6 @@ def test_bad_windows_and_arguments() -> None:
     with pytest.raises(ValueError, match="hosts"):
         CostPolicy(8, hosts=["one"])
     assert CostPolicy(1).decide(window(steady(1)), Plan.sync(1)) is None
-    assert CostPolicy(8).window_steps >= RulePolicy(8).window_steps
 
 
 def test_explain_at_every_time() -> None:
