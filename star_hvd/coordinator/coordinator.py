@@ -71,11 +71,6 @@ class Coordinator:
         self._wakeup.end(self._thread, deadline_s)
 
     @property
-    def running(self) -> bool:
-        """Whether its thread runs."""
-        return self._thread.is_alive()
-
-    @property
     def repeated(self) -> int:
         """Control messages sent again after a connection broke."""
         return self._router.repeated

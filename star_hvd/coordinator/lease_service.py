@@ -291,11 +291,6 @@ class MicrobatchService:
         self._early: dict[tuple[int, int], MicrobatchOpen] = {}
 
     @property
-    def taken_over(self) -> int:
-        """Number of tasks begun by a rank other than their first holder, in the epochs kept."""
-        return sum(pool.taken_over for pool in self._pools.values())
-
-    @property
     def fixed_part(self) -> float:
         """Part of the time of a batch in micro-batches that does not depend on its size; NaN if unknown."""
         pool = next(reversed(self._pools.values()), None)

@@ -256,14 +256,6 @@ class ModeSwitcher:
         with self._lock:
             return self._machine.plan(plan_id)
 
-    def describe(self) -> str:
-        """Describe the states of the last plans and the active mode, for logs."""
-        with self._lock:
-            states = ", ".join(f"{plan_id} {state.name}" for plan_id, state in self._machine.states().items())
-            opened = sorted(self._steps)
-        active = "none" if self.active_mode is None else type(self.active_mode).__name__
-        return f"plans {states}; active mode {active}; sessions opened {opened}"
-
     # ---- states ---------------------------------------------------------------------------------------------------
 
     def state_for(self, optimizer_id: int) -> Snapshot | None:

@@ -47,11 +47,6 @@ class ModelLoader:
         self._begun: Callable[[], bool] = lambda: True
         self._thread = supervised(self._run, "star-model", critical=False)
 
-    def load(self, deadline_s: float) -> None:
-        """Load the predictor unless done; after `deadline_s` return and let loading continue beside the job."""
-        self.load_after(lambda: True)
-        self._thread.join(deadline_s)
-
     def load_after(self, begun: Callable[[], bool]) -> None:
         """Load the predictor in a thread once `begun` returns True; return at once. Once per process, by one thread."""
         if self._thread.ident is None:

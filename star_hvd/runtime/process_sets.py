@@ -171,10 +171,6 @@ class SetKeeper:
         key = tuple(sorted(ranks))
         return global_process_set if key == self._world else self._sets.get(key)
 
-    def unavailable_reason(self) -> str | None:
-        """Return why no set can be used in this job, None if they can."""
-        return unavailable_reason()
-
     @property
     def made(self) -> frozenset[Ranks]:
         """The ranks of all existing sets except the whole world."""

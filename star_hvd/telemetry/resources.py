@@ -141,11 +141,6 @@ class ResourceSampler:
         if self._thread.ident is not None:
             self._thread.join(deadline_s)
 
-    @property
-    def running(self) -> bool:
-        """Whether its thread runs."""
-        return self._thread.is_alive()
-
     def sample(self) -> Resources:
         """Take a sample now; the first one has no rates. Must not be called while the thread runs."""
         now_s = time.monotonic()

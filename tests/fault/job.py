@@ -23,6 +23,7 @@ import star_hvd as hvd
 from star_hvd.runtime import runtime
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, mark, marked
+from tests.support.threads import running
 
 STEPS, STRIKES_AT = 60, 12
 # So many that the launcher ends the job before, unless the rank that fails waits for the others to finish.
@@ -169,7 +170,7 @@ def main(mode: str, fault: str, rank: int) -> None:
     if report is not None:
         facts |= {"denied": report.denied_connections, "dropped": report.dropped_messages, "mode": report.mode}
     run = runtime.current()
-    if run is not None and run.coordinator is not None and not run.coordinator.running:
+    if run is not None and run.coordinator is not None and not running("star-coordinator"):
         write_result(facts | {"coordinator": "gone"})
         return
     optimizer.close()

@@ -89,7 +89,7 @@ def test_servers_killed_again_and_again_at_any_moment_change_nothing(how: str) -
             for _ in range(4):
                 if over.wait(rng.random() * 0.5):
                     return
-                made.servers[rng.randrange(2)].kill()
+                made.kill(rng.randrange(2))
                 deaths = made.deaths
                 while made.deaths == deaths and not over.wait(0.01):
                     pass
@@ -129,7 +129,7 @@ def test_every_push_is_applied_once_in_any_order_though_servers_die() -> None:
         def kill() -> None:
             for index in (1, 0):
                 time.sleep(0.2)
-                made.servers[index].kill()
+                made.kill(index)
                 made.wait_event("died")
                 made.settled()
 
@@ -144,7 +144,7 @@ def test_every_push_is_applied_once_in_any_order_though_servers_die() -> None:
 
 def test_a_kill_before_the_seed_or_after_the_cut_loses_nothing() -> None:
     with cluster(Plan.ps(2, 2), servers=2, processes=True, seed=False) as made:
-        made.servers[1].kill()
+        made.kill(1)
         made.wait_event("died")
         made.settled()
         made.seed()
@@ -153,7 +153,7 @@ def test_a_kill_before_the_seed_or_after_the_cut_loses_nothing() -> None:
         made.servers[0].cut(0, 4)
         made.wait_event("cut")
         assert made.clients[0].wait(DEADLINE_S).kind == "moved"
-        made.servers[0].kill()
+        made.kill(0)
         made.wait_event("died")
         made.settled()
         event = made.wait_event("cut")

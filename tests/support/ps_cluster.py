@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
+import signal
 import socket
 import subprocess
 import threading
@@ -199,6 +201,13 @@ class Cluster:
                 other.replace(0, self.session, index, endpoint)
         for client in self.clients:
             client.replace(index, endpoint)
+
+    def kill(self, index: int) -> None:
+        """Kill a shard's process."""
+        pid = self.servers[index].pid
+        assert pid is not None and pid > 0, "a server in a thread cannot be killed"
+        with contextlib.suppress(ProcessLookupError):  # It has died already.
+            os.kill(pid, signal.SIGKILL)
 
     def server_of(self, index: int) -> Server:
         """Return the server object of a shard that runs in a thread."""

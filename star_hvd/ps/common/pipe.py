@@ -96,11 +96,6 @@ class Pipe:
 
     # ---- out ----------------------------------------------------------------------------------------------
 
-    @property
-    def writing(self) -> bool:
-        """Whether a thread is writing what did not fit into the socket buffer."""
-        return self._writer is not None and self._writer.is_alive()
-
     def send(
         self, message: Message | Callable[[], Message], descriptor: int | None = None, *, advisory: bool = False
     ) -> None:

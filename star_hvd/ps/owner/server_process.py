@@ -179,11 +179,6 @@ class ServerProcess:
         if thread is not None and thread is not threading.current_thread():
             thread.join(deadline_s)
 
-    def kill(self) -> None:
-        """Kill the process; for tests."""
-        assert self._process is not None
-        self._process.kill()
-
     # ---- the owner's thread -------------------------------------------------------------------------------
 
     def _own(self) -> None:

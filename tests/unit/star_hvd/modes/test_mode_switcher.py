@@ -294,7 +294,7 @@ def test_no_lock_is_held_while_the_servers_confirm_an_absence() -> None:
     thread.start()
     assert confirming.wait(DEADLINE_S)
     others = threading.Thread(
-        target=lambda: (made.offer(BACK), made.switcher.set_inactive(False), made.switcher.describe()), daemon=True
+        target=lambda: (made.offer(BACK), made.switcher.set_inactive(False), made.switcher.plan_of(3)), daemon=True
     )
     others.start()
     others.join(DEADLINE_S / 2.0)

@@ -27,6 +27,7 @@ from star_hvd.runtime.job_log import JobLog, _Pace, check_curves
 from star_hvd.runtime.model_loader import ModelLoader, digest
 from tests.support.job_states import Job
 from tests.support.loaders import World
+from tests.support.threads import await_end
 
 
 @pytest.fixture
@@ -211,7 +212,8 @@ def test_a_target_without_effect_is_told_in_one_line(
 def _loaded(monkeypatch: pytest.MonkeyPatch, wanted: str) -> ModelLoader:
     monkeypatch.setenv("STAR_MODEL", wanted)
     ranker = ModelLoader()
-    ranker.load(60.0)
+    ranker.load_after(lambda: True)
+    await_end("star-model")
     return ranker
 
 

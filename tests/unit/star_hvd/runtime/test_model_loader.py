@@ -14,6 +14,7 @@ from scheduler.plan.plan import Plan
 from scheduler.policy.candidates import candidates
 from scheduler.policy.cost_policy import CostPolicy
 from star_hvd.runtime.model_loader import ModelLoader
+from tests.support.threads import await_end
 from tests.support.windows import steady, window
 
 pytest.importorskip("lightgbm")
@@ -39,7 +40,7 @@ def test_it_is_loaded_after_the_first_step_and_nobody_waits(monkeypatch: pytest.
     assert sorted(map(str, predicted)) == sorted(map(str, in_order(offered, conditions)))
     stepped.set()
     ranker.load_after(lambda: False)  # A second optimizer changes nothing.
-    ranker.load(60.0)
+    await_end("star-model")
     assert ranker.facts is not None and ranker.facts["source"] == "shipped"
     assert any(one.learned for one in ranker(offered, conditions, given, active))
     assert time.monotonic() - began_s < 60.0
@@ -50,7 +51,7 @@ def test_without_a_first_step_it_is_loaded_all_the_same(monkeypatch: pytest.Monk
     monkeypatch.setattr("star_hvd.runtime.model_loader._LATEST_S", 0.1)
     ranker = ModelLoader()
     ranker.load_after(lambda: False)
-    ranker.load(60.0)
+    await_end("star-model")
     assert ranker.facts == {"source": "cost_model"}
 
 
@@ -75,6 +76,7 @@ def test_its_arrival_changes_the_plan_once_at_most(
     policy = CostPolicy(n, ranker=ranker)
     before = _drive(policy, Plan.sync(n), range(32, arrival, 8), n, slow)
     assert ranker.facts is None
-    ranker.load(60.0)
+    ranker.load_after(lambda: True)
+    await_end("star-model")
     after = _drive(policy, before[-1], range(arrival, 600, 8), n, slow)
     assert len(after) <= 2, [plan.label for plan in after]

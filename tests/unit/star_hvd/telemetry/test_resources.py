@@ -15,6 +15,7 @@ import torch
 
 from star_hvd.telemetry import resources
 from star_hvd.telemetry.resources import Gpu, Resources, ResourceSampler, cgroup_directory, open_gpu, samples_in_memory
+from tests.support.threads import running
 
 
 def _write(path: Path, text: str) -> Path:
@@ -243,11 +244,12 @@ def test_the_thread_samples_and_ends() -> None:
         if len(seen) == 3:
             enough.set()
 
+    others = running("star-resources")
     sampler = ResourceSampler(0.02, take)
     sampler.start()
     assert enough.wait(120.0)
     sampler.stop(120.0)
-    assert not sampler.running
+    assert not running("star-resources") - others
     assert all(math.isfinite(sample.cpu_share) for sample in seen) and sampler.latest in seen
     sampler.stop()
 
@@ -256,12 +258,12 @@ def test_a_callback_that_fails_ends_the_samples_only(caplog: pytest.LogCaptureFi
     def fail(sample: Resources) -> None:
         raise RuntimeError("full")
 
+    others = running("star-resources")
     sampler = ResourceSampler(0.01, fail)
     sampler.start()
-    limit_s = time.monotonic() + 120.0
-    while sampler.running and time.monotonic() < limit_s:
-        time.sleep(0.01)
-    assert not sampler.running
+    for thread in running("star-resources") - others:
+        thread.join(120.0)
+    assert not running("star-resources") - others
     assert "training goes on" in caplog.text
 
 
