@@ -271,12 +271,12 @@ class ServerSessions:
     def _presence(self, rank: int, *, present: bool) -> None:
         with self._changed:
             self._absent = self._absent - {rank} if present else self._absent | {rank}
-        for engine, driver in list(self._drivers.items()):
+        for optimizer_id, driver in list(self._drivers.items()):
             if driver.engine.plan.family not in ("ps", "grouped") or rank == self._rank:
                 continue
-            if self._leads(engine):
+            if self._leads(optimizer_id):
                 with contextlib.suppress(KeyError):
-                    self._process.member(engine, rank, "present" if present else "absent")
+                    self._process.member(optimizer_id, rank, "present" if present else "absent")
 
     def _leads(self, optimizer_id: int) -> bool:
         """Whether this rank runs the first server of an optimizer's current session, which orders the updates."""
@@ -349,13 +349,13 @@ class ServerSessions:
     # ---- events of the own server, in its supervising thread --------------------------------------------------------
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        kind, engine = event["event"], event.get("engine", -1)
+        kind, optimizer_id = event["event"], event.get("engine", -1)
         if kind == "cut":
-            self._send(Drained(engine, event["plan_id"], event["version"]))
+            self._send(Drained(optimizer_id, event["plan_id"], event["version"]))
         elif kind == "refused":
-            self._send(ModeUnsupported(engine, event["plan_id"], event["reason"]))
+            self._send(ModeUnsupported(optimizer_id, event["plan_id"], event["reason"]))
         elif kind == "failed":
-            self._fail(engine, StarError(f"the parameter server of rank {self._rank} failed: {event['reason']}"))
+            self._fail(optimizer_id, StarError(f"the parameter server of rank {self._rank} failed: {event['reason']}"))
         elif kind == "died" and not self._stopped:
             logger.error(
                 "rank %d: its parameter server died (exit code %s) and is started again from its copy",
@@ -373,14 +373,14 @@ class ServerSessions:
             return
         logger.warning("rank %d: its parameter server is back after %.1f s", self._rank, time.monotonic() - began_s)
         with self._changed:
-            sessions = [(engine, session) for engine, each in self._sessions.items() for session in each]
+            sessions = [(optimizer_id, session) for optimizer_id, each in self._sessions.items() for session in each]
             announced = list(self._announced.items())
-        for (engine, plan_id), index in announced:
-            self._send(ServerUp(engine, plan_id, index, _to_parts(endpoint)))
-        for engine, session in sessions:
+        for (optimizer_id, plan_id), index in announced:
+            self._send(ServerUp(optimizer_id, plan_id, index, _to_parts(endpoint)))
+        for optimizer_id, session in sessions:
             if self._rank in session.plan.servers:
                 index = session.plan.servers.index(self._rank)
-                self._send(ServerRestarted(engine, session.number, index, _to_parts(endpoint)))
+                self._send(ServerRestarted(optimizer_id, session.number, index, _to_parts(endpoint)))
 
     def _fail(self, optimizer_id: int, error: Exception) -> None:
         for number, driver in list(self._drivers.items()):
