@@ -163,9 +163,12 @@ def control_table(root: Path) -> list[str]:
     lines = ["| kind | class | way | made in | acted on in | fields | meaning |", "|---|---|---|---|---|---|---|"]
     for each in messages:
         fields = ", ".join(f"`{field}`" for field in each.fields) or "-"
-        ends = f"{_modules(makers[each.name])} | {_modules(takers[each.name])}"
-        meaning = each.meaning.replace("|", "\\|")
         way = _way(makers[each.name], takers[each.name])
+        acting = takers[each.name]
+        if way == "up":  # Elsewhere they are only sent, and logged.
+            acting = {file for file in acting if file.startswith("coordinator/")}
+        ends = f"{_modules(makers[each.name])} | {_modules(acting)}"
+        meaning = each.meaning.replace("|", "\\|")
         lines.append(f"| `{each.kind}` | `{each.name}` | {way} | {ends} | {fields} | {meaning} |")
     return lines
 

@@ -1,4 +1,7 @@
-"""Every environment variable this package reads, one function each.
+"""The environment variables with which users set how a job trains, one function each.
+
+Others are read where they are used: `STAR_MODEL` (`runtime/model_loader.py`), `STAR_LOG_DIR`, `STAR_RUN_LOG` and
+MLflow's (`run_log/layout.py`), and what `horovodrun` sets for its own processes, such as `HOROVOD_ELASTIC`.
 
 `horovodrun` exports the environment to all ranks, so a variable set at the launcher reaches every host.
 """

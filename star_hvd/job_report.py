@@ -172,10 +172,10 @@ def explain(optimizer: int | None = None) -> str:
     if run.coordinator is None:
         return f"only rank 0 can explain; this is rank {run.rank}"
     with run.coordinator.job_state() as job:
-        engine = _engine(job, optimizer)
-        text = _of_step(engine) if engine is not None else "no mode is active: no optimizer was made yet"
-        lockstep = engine is not None and engine.active.lockstep
-        comm_s = engine.arrivals.usual_comm_s if engine is not None and lockstep else math.nan
+        state = _optimizer_state(job, optimizer)
+        text = _of_step(state) if state is not None else "no mode is active: no optimizer was made yet"
+        lockstep = state is not None and state.active.lockstep
+        comm_s = state.arrivals.usual_comm_s if state is not None and lockstep else math.nan
     driver = run.drivers.get(max(run.drivers, default=-1) if optimizer is None else optimizer)
     if driver is None:
         return text
@@ -184,23 +184,23 @@ def explain(optimizer: int | None = None) -> str:
     return "; ".join(part for part in (text, exposed, overlapped, driver.engine.wire.explain()) if part)
 
 
-def _of_step(engine: OptimizerState) -> str:
+def _of_step(state: OptimizerState) -> str:
     """Return an optimizer's sentence with the step of the decision, which may be hundreds of steps ago."""
-    text, (step, plan) = engine.explain(), engine.plans[-1]
+    text, (step, plan) = state.explain(), state.plans[-1]
     if plan.reason and text.startswith(plan.reason):
         return f"step {step}: {plan.label}: {text}"
     if plan.reason and text == f"{plan.label}: {plan.reason}":  # The rule-based policy's form.
         return f"step {step}: {text}"
-    return f"step {engine.steps}: {text}"
+    return f"step {state.steps}: {text}"
 
 
-def _engine(job: JobState, optimizer: int | None) -> OptimizerState | None:
+def _optimizer_state(job: JobState, optimizer: int | None) -> OptimizerState | None:
     if optimizer is None and not job.optimizers:
         return None
-    engine = job.optimizers.get(max(job.optimizers) if optimizer is None else optimizer)
-    if engine is None:
+    state = job.optimizers.get(max(job.optimizers) if optimizer is None else optimizer)
+    if state is None:
         raise ValueError(f"there is no optimizer {optimizer}; expected one of {sorted(job.optimizers)}")
-    return engine
+    return state
 
 
 def report(optimizer: int | None = None) -> Report | None:
@@ -216,10 +216,10 @@ def report(optimizer: int | None = None) -> Report | None:
     if run is None or run.coordinator is None:
         return None
     with run.coordinator.job_state() as job:
-        engine = _engine(job, optimizer)
-        if engine is None:
+        state = _optimizer_state(job, optimizer)
+        if state is None:
             return None
-        window, built = engine.window(), _build(engine, run.coordinator, run.keyring.denied)
+        window, built = state.window(), _build(state, run.coordinator, run.keyring.denied)
     # Outside the coordinator's lock, because the forecast takes a while.
     return replace(built, ranks=_with_forecast(built.ranks, window))
 
@@ -241,9 +241,9 @@ def _with_forecast(lines: Sequence[RankLine], window: Window) -> tuple[RankLine,
     )
 
 
-def _build(engine: OptimizerState, coordinator: Coordinator, denied: int) -> Report:
-    offsets_s, waits_s = engine.arrivals.offsets_s(), engine.arrivals.waits_s()
-    slow = {item.rank: item for item in engine.stragglers}
+def _build(state: OptimizerState, coordinator: Coordinator, denied: int) -> Report:
+    offsets_s, waits_s = state.arrivals.offsets_s(), state.arrivals.waits_s()
+    slow = {item.rank: item for item in state.stragglers}
     lines = tuple(
         RankLine(
             rank=stats.rank,
@@ -256,19 +256,19 @@ def _build(engine: OptimizerState, coordinator: Coordinator, denied: int) -> Rep
             slowdown=slow[stats.rank].slowdown if stats.rank in slow else 1.0,
             cause=slow[stats.rank].cause if stats.rank in slow else "",
         )
-        for stats in engine.window().ranks
+        for stats in state.window().ranks
     )
     return Report(
-        mode=engine.active.label,
-        reason=engine.active.reason,
-        step=engine.steps,
-        closed_early=engine.closed,
-        noise_scale=engine.noise.value,
-        loss=engine.losses.usual,
+        mode=state.active.label,
+        reason=state.active.reason,
+        step=state.steps,
+        closed_early=state.closed,
+        noise_scale=state.noise.value,
+        loss=state.losses.usual,
         ranks=lines,
-        stragglers=tuple(item.sentence for item in engine.stragglers),
-        outcomes=tuple(one.as_record() for one in engine.outcomes),
-        plans=tuple({"step": step, "mode": plan.label, "reason": plan.reason} for step, plan in engine.plans),
+        stragglers=tuple(item.sentence for item in state.stragglers),
+        outcomes=tuple(one.as_record() for one in state.outcomes),
+        plans=tuple({"step": step, "mode": plan.label, "reason": plan.reason} for step, plan in state.plans),
         dropped_messages=coordinator.malformed + coordinator.lost,
         denied_connections=denied,
         repeated_messages=coordinator.repeated,

@@ -23,7 +23,7 @@ from scheduler.cost.progress import iterations
 from scheduler.plan.plan import Plan
 from scheduler.records import Window
 
-__all__ = ["AccuracyGuard", "loss_alarm", "loudness"]
+__all__ = ["AccuracyGuard", "loss_alarm", "relative_gradient_noise"]
 
 _RECENT, _BASE, _LEAST_BASE = 24, 96, 32
 """Number of losses tested, number before them that form the level, and the fewest that can form one."""
@@ -79,7 +79,7 @@ def _spread(losses: Sequence[float]) -> float:
     return 1.4826 * statistics.median(abs(jump - middle) for jump in jumps) / math.sqrt(2.0)
 
 
-def loudness(plan: Plan, noise: float) -> float:
+def relative_gradient_noise(plan: Plan, noise: float) -> float:
     """Noise of an update of the plan relative to that of `sync`, without late gradients; 1 if equal.
 
     Args:
@@ -147,7 +147,7 @@ class AccuracyGuard:
         noise = window.noise_scale
         if not (math.isfinite(noise) and noise > _NOISE_GROWTH * self._noise):
             return ""
-        loud = loudness(active, noise)
+        loud = relative_gradient_noise(active, noise)
         if loud <= _LOUD:
             return ""
         return f"the noise scale has grown from {self._noise:.2g} to {noise:.2g}, updates are {loud:.1f}x as noisy"

@@ -42,7 +42,7 @@ from scheduler.policy.candidates import (
 )
 from scheduler.policy.explanation import comparison, describe_stragglers
 from scheduler.policy.ski_rental import SkiRental
-from scheduler.policy.switch_outcome import ModeBackoff, OutcomeCheck, Shape, SwitchOutcome, Terms
+from scheduler.policy.switch_outcome import CostFactors, ModeBackoff, OutcomeCheck, SlownessProfile, SwitchOutcome
 from scheduler.records import Window
 from scheduler.transmission.behind_compute import WORTH
 
@@ -145,8 +145,8 @@ class CostPolicy:
         self.outcomes: list[SwitchOutcome] = []
         self._outcome: SwitchOutcome | None = None  # Of the active plan or, in `sync`, of the plan before it.
         self._check, self._backoff = OutcomeCheck(), ModeBackoff()
-        self._shape = Shape(())
-        self._terms = Terms(1.0, 0.0, math.nan, math.nan)  # Of the active plan.
+        self._profile = SlownessProfile(())
+        self._factors = CostFactors(1.0, 0.0, math.nan, math.nan)  # Of the active plan.
         self._rental, self._near_rental = SkiRental(), SkiRental()
         self._freezes = Freezes()
         self._slow_since = SlowSince()
@@ -194,8 +194,8 @@ class CostPolicy:
         self._least_gain = max(self._gain, _GAIN_CROWDED) if conditions.crowded else self._gain
         stragglers = summarize_stragglers(conditions, self._least_share)
         self._now = (window, active, stragglers)
-        self._shape, self._terms = Shape.of(conditions, stragglers.links), _terms(active, conditions)
-        self._check.set_level(self._terms.level, stragglers.links)
+        self._profile, self._factors = SlownessProfile.of(conditions, stragglers.links), _factors(active, conditions)
+        self._check.set_normalized_step(self._factors.normalized_step, stragglers.links)
         back = self._revert(window, conditions, active)
         if back is not None:
             self._going = back
@@ -437,8 +437,8 @@ class CostPolicy:
                 active,
                 predicted=now.relative / best.relative,
                 over_sync=1.0 / best.relative,
-                replaced_s=self._terms.interval_s / self._terms.gain,
-                level=self._terms.level,
+                replaced_s=self._factors.interval_s / self._factors.gain,
+                normalized_step=self._factors.normalized_step,
             )
         return self._going
 
@@ -450,14 +450,14 @@ class CostPolicy:
         if expected is None or active.plain:
             return None
         plans = {one.label: one for one in (active, expected.replaced, Plan.sync(self.world_size))}
-        outcome = self._check.judge({label: _terms(one, conditions) for label, one in plans.items()})
+        outcome = self._check.judge({label: _factors(one, conditions) for label, one in plans.items()})
         if outcome is None:
             return None
         self._outcome = outcome
         self.outcomes.append(outcome)
         if not outcome.harmful:
             return None
-        self._backoff.hold(active.mode, outcome, self._shape, window.step, window.now_s)
+        self._backoff.hold(active.mode, outcome, self._profile, window.step, window.now_s)
         self._reset_rentals(window)
         before = plans[outcome.against]
         if before.plain or before.mode not in window.allowed or not reachable(before, active):
@@ -466,21 +466,21 @@ class CostPolicy:
         over_sync = expected.over_sync / expected.predicted
         self._check.expect(
             back, Plan.sync(self.world_size), predicted=over_sync, over_sync=over_sync, replaced_s=math.inf,
-            level=math.nan,
+            normalized_step=math.nan,
         )
         return back
 
     def _held(self, window: Window, one: Prediction, now: Prediction | None) -> bool:
         """Whether a plan is held back because its mode did harm recently."""
         speed = (now.relative if now is not None else 1.0) / max(one.relative, 1e-9)
-        return self._backoff.holds(one.plan.mode, speed, self._shape, window.step, window.now_s)
+        return self._backoff.holds(one.plan.mode, speed, self._profile, window.step, window.now_s)
 
     def _too_early(self, window: Window, best: Prediction, now: Prediction, stragglers: StragglerSummary) -> bool:
         """Whether the gain is small and the active plan not yet measured, so that no outcome could be judged."""
         if math.isnan(window.now_s) or stragglers.frozen or best.relative < _CLEAR * now.relative:
             return False
         # Bounded, because under changing conditions the plan may never be measured.
-        return self._check.steps < _EARLY_STEPS and not self._check.measured(now.plan, self._terms.level)
+        return self._check.steps < _EARLY_STEPS and not self._check.measured(now.plan, self._factors.normalized_step)
 
     def _was(self, active: Plan) -> str:
         """`; predicted 1.1x faster than sync, was 0.83x`, for the active plan; empty before it was measured."""
@@ -496,12 +496,12 @@ class CostPolicy:
         return "".join(f"; {part}" for part in parts)
 
 
-def _terms(plan: Plan, conditions: Conditions) -> Terms:
+def _factors(plan: Plan, conditions: Conditions) -> CostFactors:
     """The factors that convert measurements of a plan to current conditions."""
     found, steps = predict(plan, conditions), _steps_per_report(plan, conditions)
     frozen_s = 0.0 if plan.mode == "ps" else conditions.frozen_s
-    level = (found.interval_s - frozen_s) * steps / conditions.typical_s
-    return Terms(max(1e-6, found.progress) * steps, frozen_s, level, found.interval_s * steps)
+    normalized_step = (found.interval_s - frozen_s) * steps / conditions.typical_s
+    return CostFactors(max(1e-6, found.progress) * steps, frozen_s, normalized_step, found.interval_s * steps)
 
 
 def _worth_hiding(predictions: list[Prediction], active: Plan) -> list[Prediction]:

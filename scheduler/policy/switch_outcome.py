@@ -14,9 +14,10 @@ Updates are counted in blocks of at least a fifth of a second, since messages co
 blocks are compared, as in a Welch test, not medians: if a rank is slow in a third of the steps, a median reflects
 either none or all of it. A block counts as at most four times the plan's median block, to exclude evaluations.
 
-Only comparable conditions are compared. Every block keeps its level: the predicted time of an update in units of a
-typical rank's compute time, which is unchanged when all ranks become slower alike. Blocks whose level differs from the
-plan's current level by a factor above 1.2 are scaled to it; above 2, or with other slow links, they are ignored.
+Only comparable conditions are compared. Every block keeps its normalized step time: the predicted time of an update in
+units of a typical rank's compute time, which is unchanged when all ranks become slower alike. Blocks for which it
+differs from the plan's current one by a factor above 1.2 are scaled to that; above 2, or with other slow links, they
+are ignored.
 
 A plan that is costlier by 5 % and by 2.5 standard errors is replaced by the previous plan. Its mode is held back for a
 time that doubles with each repetition, unless the prediction is now so much better that the same error would not
@@ -38,7 +39,16 @@ import numpy as np
 from scheduler.cost.conditions import Conditions
 from scheduler.plan.plan import Plan
 
-__all__ = ["Block", "Comparison", "ModeBackoff", "OutcomeCheck", "Shape", "SwitchOutcome", "Terms", "compare"]
+__all__ = [
+    "Block",
+    "Comparison",
+    "CostFactors",
+    "ModeBackoff",
+    "OutcomeCheck",
+    "SlownessProfile",
+    "SwitchOutcome",
+    "compare",
+]
 
 _BLOCK_STEPS, _BLOCK_S = 2, 0.2
 _WARMUP_STEPS, _WARMUP_S = 3, 0.2  # Not counted after a switch: caches warm up, connections open, ranks rejoin.
@@ -56,14 +66,14 @@ briefly to be measured (a switch at step 5 of a job). The error shrinks over tim
 measures that plan."""
 
 _OUTLIER = 4.0
-_SAME, _COMPARABLE = 1.2, 2.0  # Ratios of levels.
+_SAME, _COMPARABLE = 1.2, 2.0  # Ratios of normalized step times.
 _ALIKE = math.log(1.5)
-"""Shapes are alike while the sorted slowdowns of the slower half of the ranks agree within this factor: on a busy
+"""Profiles are alike while the sorted slowdowns of the slower half of the ranks agree within this factor: on a busy
 machine with jitter of 10 to 30 % it constantly changes which rank is slowest, without effect."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class SlownessProfile:
     """Distribution of slowness as far as it affects the cost of a step; independent of the ranks' overall speed.
 
     Attributes:
@@ -75,13 +85,13 @@ class Shape:
     links: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, conditions: Conditions, links: Sequence[int]) -> Shape:
-        """The shape of expected times."""
+    def of(cls, conditions: Conditions, links: Sequence[int]) -> SlownessProfile:
+        """The profile of the expected times."""
         ratios = np.sort(conditions.usual_s / conditions.typical_s)[::-1]
         half = max(1, conditions.world_size // 2)
         return cls(tuple(np.maximum(1.0, ratios[:half]).tolist()), tuple(links))
 
-    def alike(self, other: Shape) -> bool:
+    def alike(self, other: SlownessProfile) -> bool:
         """Whether measurements under both can be compared."""
         pairs = zip(self.slowdowns, other.slowdowns, strict=False)
         return self.links == other.links and all(abs(math.log(one / two)) <= _ALIKE for one, two in pairs)
@@ -96,7 +106,7 @@ class Block:
         end_step: Its last step.
         steps: Updates in it.
         interval_s: Mean wall time of an update.
-        level: Predicted time of an update in units of a typical rank's compute time.
+        normalized_step: Normalized step time: predicted time of an update in units of a typical rank's compute time.
         links: Ranks with a slow link.
     """
 
@@ -104,12 +114,12 @@ class Block:
     end_step: int
     steps: int
     interval_s: float
-    level: float
+    normalized_step: float
     links: tuple[int, ...] = ()
 
-    def scaled_s(self, level: float) -> float:
-        """The interval expected at another level."""
-        ratio = level / self.level
+    def scaled_s(self, normalized_step: float) -> float:
+        """The interval expected at another normalized step time."""
+        ratio = normalized_step / self.normalized_step
         return self.interval_s * (ratio if not 1.0 / _SAME <= ratio <= _SAME else 1.0)
 
 
@@ -189,24 +199,24 @@ def _mean(costs_s: Sequence[float]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class CostFactors:
     """Factors that convert a plan's blocks to current conditions.
 
     Attributes:
         gain: Progress of an update in synchronous steps.
         frozen_s: Expected cost of freezes per synchronous step.
-        level: Current level, as in `Block`.
+        normalized_step: Current normalized step time, as in `Block`.
         interval_s: Predicted time of an update, with freezes.
     """
 
     gain: float
     frozen_s: float
-    level: float
+    normalized_step: float
     interval_s: float = math.nan
 
     def costs_s(self, blocks: Sequence[Block]) -> list[float]:
         """Seconds per synchronous step of progress, for each block."""
-        return [block.scaled_s(self.level) / self.gain + self.frozen_s for block in blocks]
+        return [block.scaled_s(self.normalized_step) / self.gain + self.frozen_s for block in blocks]
 
 
 @dataclass(slots=True)
@@ -218,11 +228,11 @@ class _Expected:
     predicted: float  # Speed relative to the replaced plan.
     over_sync: float  # Speed relative to `sync`.
     replaced_s: float  # Predicted cost of the replaced plan.
-    level: float  # The replaced plan's level at that time.
+    normalized_step: float  # The replaced plan's normalized step time then.
 
 
 @dataclass(slots=True)
-class _Tenure:
+class _ActivePlanStats:
     """Measurements of the active plan."""
 
     plan_id: int
@@ -239,15 +249,22 @@ class OutcomeCheck:
     """Measures every plan and judges the active one."""
 
     def __init__(self) -> None:
-        self._tenure: _Tenure | None = None
+        self._active: _ActivePlanStats | None = None
         self._expected: _Expected | None = None
         self._blocks: dict[str, deque[Block]] = {}
-        self._level = math.nan
+        self._normalized_step = math.nan
         self._links: tuple[int, ...] = ()
         self._last_step = 0
 
     def expect(
-        self, plan: Plan, replaced: Plan, *, predicted: float, over_sync: float, replaced_s: float, level: float
+        self,
+        plan: Plan,
+        replaced: Plan,
+        *,
+        predicted: float,
+        over_sync: float,
+        replaced_s: float,
+        normalized_step: float,
     ) -> None:
         """Record the prediction behind a decided switch, which may still fail.
 
@@ -257,16 +274,16 @@ class OutcomeCheck:
             predicted: Predicted speed of `plan` relative to `replaced`.
             over_sync: Predicted speed of `plan` relative to `sync`.
             replaced_s: Predicted cost of `replaced`, seconds per synchronous step.
-            level: Level of `replaced`.
+            normalized_step: Normalized step time of `replaced`.
         """
-        self._expected = _Expected(plan, replaced, predicted, over_sync, replaced_s, level)
+        self._expected = _Expected(plan, replaced, predicted, over_sync, replaced_s, normalized_step)
 
-    def set_level(self, level: float, links: tuple[int, ...] = ()) -> None:
-        """Set the level of the active plan and the ranks with slow links."""
-        ratio = level / self._level
-        if self._tenure is not None and not (1.0 / _COMPARABLE <= ratio <= _COMPARABLE and links == self._links):
-            self._tenure.open = None  # A block across the change would be meaningless.
-        self._level, self._links = level, links
+    def set_normalized_step(self, normalized_step: float, links: tuple[int, ...] = ()) -> None:
+        """Set the normalized step time of the active plan, and the ranks with slow links."""
+        ratio = normalized_step / self._normalized_step
+        if self._active is not None and not (1.0 / _COMPARABLE <= ratio <= _COMPARABLE and links == self._links):
+            self._active.open = None  # A block across the change would be meaningless.
+        self._normalized_step, self._links = normalized_step, links
 
     def note(self, step: int, now_s: float, active: Plan, *, frozen: bool) -> None:
         """Record the progress of training; called for every window.
@@ -279,120 +296,120 @@ class OutcomeCheck:
         """
         if math.isnan(now_s):
             return
-        tenure, self._last_step = self._tenure, step
-        if tenure is None or tenure.plan_id != active.plan_id or step < tenure.begin_step:
-            tenure = self._begin(step, now_s, active)
-        if frozen or math.isnan(self._level):
-            tenure.open = None
+        stats, self._last_step = self._active, step
+        if stats is None or stats.plan_id != active.plan_id or step < stats.begin_step:
+            stats = self._begin(step, now_s, active)
+        if frozen or math.isnan(self._normalized_step):
+            stats.open = None
             return
-        if step - tenure.begin_step < _WARMUP_STEPS or now_s - tenure.begin_s < _WARMUP_S:
+        if step - stats.begin_step < _WARMUP_STEPS or now_s - stats.begin_s < _WARMUP_S:
             return
-        if tenure.open is None:
-            tenure.open = (now_s, step)
+        if stats.open is None:
+            stats.open = (now_s, step)
             return
-        began_s, first = tenure.open
+        began_s, first = stats.open
         if step - first >= _BLOCK_STEPS and now_s - began_s >= _BLOCK_S:
             interval_s = (now_s - began_s) / (step - first)
-            block = Block(now_s, step, step - first, interval_s, self._level, self._links)
-            tenure.blocks.append(block)
-            self._blocks.setdefault(tenure.label, deque(maxlen=_KEPT)).append(block)
-            tenure.open = (now_s, step)
+            block = Block(now_s, step, step - first, interval_s, self._normalized_step, self._links)
+            stats.blocks.append(block)
+            self._blocks.setdefault(stats.label, deque(maxlen=_KEPT)).append(block)
+            stats.open = (now_s, step)
 
-    def measured(self, plan: Plan, level: float) -> bool:
-        """Whether there are enough blocks of a plan that are comparable with this level."""
-        return len(self._comparable(self._blocks.get(plan.label, ()), level)) >= _LEAST_BLOCKS
+    def measured(self, plan: Plan, normalized_step: float) -> bool:
+        """Whether there are enough blocks of a plan that are comparable with this normalized step time."""
+        return len(self._comparable(self._blocks.get(plan.label, ()), normalized_step)) >= _LEAST_BLOCKS
 
     @property
     def steps(self) -> int:
         """Updates under the active plan, as of the last window."""
-        if self._tenure is None:
+        if self._active is None:
             return 0
-        return self._last_step - self._tenure.begin_step
+        return self._last_step - self._active.begin_step
 
     @property
     def expected(self) -> _Expected | None:
         """The prediction for the active plan; None if it was not chosen for its speed."""
-        return self._tenure.expected if self._tenure is not None else None
+        return self._active.expected if self._active is not None else None
 
-    def judge(self, terms: dict[str, Terms]) -> SwitchOutcome | None:
+    def judge(self, factors: dict[str, CostFactors]) -> SwitchOutcome | None:
         """Outcome of the active plan; None if not known yet, or already reported and not harmful since.
 
         Args:
-            terms: Terms of the active plan and of those named in `references`.
+            factors: Factors of the active plan and of those named in `references`.
         """
-        tenure = self._tenure
-        if tenure is None or tenure.expected is None:
+        stats = self._active
+        if stats is None or stats.expected is None:
             return None
-        here = terms[tenure.label]
-        blocks = self._comparable(tenure.blocks, here.level)
+        here = factors[stats.label]
+        blocks = self._comparable(stats.blocks, here.normalized_step)
         own = here.costs_s(blocks)
         steps = here.gain * sum(block.steps for block in blocks)
         if len(own) < _LEAST_BLOCKS or steps < _LEAST_STEPS:
             return None
-        known = [one for one in (self._against(name, own, steps, terms[name]) for name in self.references) if one]
+        known = [one for one in (self._against(name, own, steps, factors[name]) for name in self.references) if one]
         harmful = max((one for one in known if one[1].harmful), key=lambda one: one[1].ratio, default=None)
         if harmful is not None:
             return self._outcome(*harmful)
-        if known and not tenure.reported and (known[0][1].error < _SURE or len(own) >= _ENOUGH_BLOCKS):
+        if known and not stats.reported and (known[0][1].error < _SURE or len(own) >= _ENOUGH_BLOCKS):
             return self._outcome(*known[0])
         return None
 
     @property
     def references(self) -> tuple[str, ...]:
         """Labels of the plans that the active one is compared with: the replaced one and `sync`."""
-        tenure = self._tenure
-        if tenure is None or tenure.expected is None:
+        stats = self._active
+        if stats is None or stats.expected is None:
             return ()
-        names = (tenure.expected.replaced.label, "sync")
-        return tuple(name for name in dict.fromkeys(names) if name != tenure.label)
+        names = (stats.expected.replaced.label, "sync")
+        return tuple(name for name in dict.fromkeys(names) if name != stats.label)
 
-    def _begin(self, step: int, now_s: float, active: Plan) -> _Tenure:
-        if self._tenure is not None and step < self._tenure.begin_step:
+    def _begin(self, step: int, now_s: float, active: Plan) -> _ActivePlanStats:
+        if self._active is not None and step < self._active.begin_step:
             self._blocks.clear()  # Another run.
         expected, self._expected = self._expected, None
         if expected is not None and expected.plan.label != active.label:
             expected = None
-        self._tenure = _Tenure(active.plan_id, active.label, now_s, step, expected)
-        return self._tenure
+        self._active = _ActivePlanStats(active.plan_id, active.label, now_s, step, expected)
+        return self._active
 
-    def _comparable(self, blocks: Sequence[Block] | deque[Block], level: float) -> list[Block]:
-        """The recent blocks of a plan that are comparable with its current level."""
+    def _comparable(self, blocks: Sequence[Block] | deque[Block], normalized_step: float) -> list[Block]:
+        """The recent blocks of a plan that are comparable with its current normalized step time."""
         if not blocks:
             return []
-        last = self._tenure.blocks[-1] if self._tenure is not None and self._tenure.blocks else blocks[-1]
+        last = self._active.blocks[-1] if self._active is not None and self._active.blocks else blocks[-1]
         return [
             block
             for block in blocks
-            if 1.0 / _COMPARABLE <= level / block.level <= _COMPARABLE
+            if 1.0 / _COMPARABLE <= normalized_step / block.normalized_step <= _COMPARABLE
             and block.links == self._links
             and (last.end_s - block.end_s <= _OLD_S or last.end_step - block.end_step <= _OLD_STEPS)
         ]
 
     def _against(
-        self, name: str, own: Sequence[float], steps: float, there: Terms
+        self, name: str, own: Sequence[float], steps: float, there: CostFactors
     ) -> tuple[str, Comparison] | None:
-        tenure = self._tenure
-        assert tenure is not None and tenure.expected is not None
-        others = there.costs_s(self._comparable(self._blocks.get(name, ()), there.level))
+        stats = self._active
+        assert stats is not None and stats.expected is not None
+        others = there.costs_s(self._comparable(self._blocks.get(name, ()), there.normalized_step))
         if len(others) >= _LEAST_BLOCKS:
             return name, compare(own, others, steps)
-        expected = tenure.expected
-        if name == expected.replaced.label and 1.0 / _SAME <= there.level / expected.level <= _SAME:
+        expected = stats.expected
+        if name == expected.replaced.label and 1.0 / _SAME <= there.normalized_step / expected.normalized_step <= _SAME:
             error = _PREDICTED_ERROR * math.sqrt(_LEAST_BLOCKS / len(own))
             return name, compare(own, [_PREDICTED_ROOM * expected.replaced_s], steps, old_error=error)
         return None
 
     def _outcome(self, against: str, found: Comparison) -> SwitchOutcome:
-        tenure = self._tenure
-        assert tenure is not None and tenure.expected is not None
-        tenure.reported = True
-        replaced = against == tenure.expected.replaced.label
+        stats = self._active
+        assert stats is not None and stats.expected is not None
+        stats.reported = True
+        replaced = against == stats.expected.replaced.label
         return SwitchOutcome(
-            plan_id=tenure.plan_id,
-            label=tenure.label,
-            step=tenure.blocks[-1].end_step,
+            plan_id=stats.plan_id,
+            label=stats.label,
+            step=stats.blocks[-1].end_step,
             against=against,
-            predicted=tenure.expected.predicted if replaced else tenure.expected.over_sync,
+            predicted=stats.expected.predicted if replaced else stats.expected.over_sync,
             measured=1.0 / found.ratio,
             steps=found.steps,
             harmful=found.harmful,
@@ -406,7 +423,7 @@ class _Hold:
     times: int
     error: float  # Ratio of predicted to measured speed.
     predicted: float
-    shape: Shape
+    profile: SlownessProfile
 
 
 class ModeBackoff:
@@ -424,32 +441,32 @@ class ModeBackoff:
         self._steps, self._seconds = steps, seconds
         self._holds: dict[str, _Hold] = {}
 
-    def hold(self, mode: str, outcome: SwitchOutcome, shape: Shape, step: int, now_s: float) -> None:
+    def hold(self, mode: str, outcome: SwitchOutcome, profile: SlownessProfile, step: int, now_s: float) -> None:
         """Hold a mode back because a plan of it did harm."""
         before = self._holds.get(mode)
         times = min(self._MOST_DOUBLINGS, before.times + 1 if before is not None else 0)
         error = max(outcome.predicted, 1.0) / max(outcome.measured, 1e-6)
         self._holds[mode] = _Hold(
-            step + self._steps * 2**times, now_s + self._seconds * 2.0**times, times, error, outcome.predicted, shape
+            step + self._steps * 2**times, now_s + self._seconds * 2.0**times, times, error, outcome.predicted, profile
         )
 
-    def holds(self, mode: str, speed: float, shape: Shape, step: int, now_s: float) -> bool:
+    def holds(self, mode: str, speed: float, profile: SlownessProfile, step: int, now_s: float) -> bool:
         """Whether a plan of this mode is held back now.
 
-        It is not if the current shape of slowness differs from the one at the time of the harm and the plan would pay
+        It is not if the current profile of slowness differs from the one at the time of the harm and the plan would pay
         even with the same error of the prediction.
 
         Args:
             mode: The plan's mode.
             speed: Its predicted speed relative to the active plan.
-            shape: Current shape of slowness.
+            profile: Current profile of slowness.
             step: Current step.
             now_s: Current time; NaN if unknown, then only steps count.
         """
         hold = self._holds.get(mode)
         if hold is None or (step >= hold.until_step and not now_s < hold.until_s):
             return False
-        return shape.alike(hold.shape) or speed < self._MORE * hold.error
+        return profile.alike(hold.profile) or speed < self._MORE * hold.error
 
     def held(self, step: int, now_s: float) -> dict[str, int]:
         """The modes that are held back now, with the earliest step of their release."""

@@ -33,11 +33,11 @@ def damping_scale(plan: Plan, gradients: _Number) -> _Number | float:
 
 def damping(plan: Plan, staleness: int, gradients: int) -> float:
     """Weight, 0 to 1, of a gradient of that staleness in an update of `gradients` gradients."""
-    return min(1.0, damping_scale(plan, float(max(1, gradients))) / (1 + staleness))
+    return float(damped(damping_scale(plan, float(max(1, gradients))), np.float64(staleness)))
 
 
-def damped(scale: _Array | float, staleness: _Array) -> _Array:
-    """Weights of many gradients; `scale` is the result of `damping_scale`."""
+def damped(scale: _Array | float, staleness: _Array | np.float64) -> _Array:
+    """Weights of many gradients, min(1, c / (1 + s)); `scale` is c, the result of `damping_scale`."""
     return np.minimum(1.0, scale / (1.0 + staleness))
 
 

@@ -107,7 +107,11 @@ def _kind(plan: Plan) -> type[Mode]:
         return Stream
     if plan.mode in ("ps", "grouped"):
         return Arrivals if vectorised(plan) else Server
-    return Subgroup if plan.mode == "subgroup" else Local
+    if plan.mode == "subgroup":
+        return Subgroup
+    if plan.mode == "local":
+        return Local
+    raise ValueError(f"mode {plan.mode} has no simulation; add one to scheduler/simulator and choose it here")
 
 
 def mean_times_s(scenario: Scenario) -> list[float]:

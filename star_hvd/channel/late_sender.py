@@ -113,7 +113,7 @@ class LateSender:
                 self._waiting.count += 1
             self._changed.notify_all()
 
-    def news(self) -> tuple[list[Sent], Snapshot | None]:
+    def take_results(self) -> tuple[list[Sent], Snapshot | None]:
         """Return the pushes the parent has received since the last call, and its newest parameters, if any."""
         with self._changed:
             self._check()

@@ -183,14 +183,14 @@ class JobState:
         if fed is not None and fed.microbatches:
             fed.microbatch_fixed_part = self.microbatches.fixed_part
         wake_s = min(wake_s, self.microbatches.tick(now_s))
-        for engine in self.optimizers.values():
-            if engine.decides(now_s):
+        for optimizer in self.optimizers.values():
+            if optimizer.decides(now_s):
                 silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
-                engine.links.bytes_per_s, engine.silent_s = self.links.bytes_per_s, silent_s
-                engine.links.suspected = self.links.suspected(now_s)
-                engine.machines = self._machines
-            engine.closing = bool(self._closing or engine.dropped)
-            wake_s = min(wake_s, engine.tick(now_s))
+                optimizer.links.bytes_per_s, optimizer.silent_s = self.links.bytes_per_s, silent_s
+                optimizer.links.suspected = self.links.suspected(now_s)
+                optimizer.machines = self._machines
+            optimizer.closing = bool(self._closing or optimizer.dropped)
+            wake_s = min(wake_s, optimizer.tick(now_s))
         return wake_s
 
     def paused(self, paused_s: float, now_s: float) -> None:
@@ -215,23 +215,23 @@ class JobState:
 
     def _register(self, rank: int, message: Register, now_s: float) -> None:
         plan = Plan.from_dict(message.plan) if message.plan else None
-        engine = self._optimizer(message.optimizer_id)
-        engine.gradient_bytes = message.gradient_bytes
-        engine.exact = message.exact
-        engine.edge_part = message.edge_part
-        engine.register(rank, Plan.from_dict(message.initial), plan, now_s)
+        optimizer = self._optimizer(message.optimizer_id)
+        optimizer.gradient_bytes = message.gradient_bytes
+        optimizer.exact = message.exact
+        optimizer.edge_part = message.edge_part
+        optimizer.register(rank, Plan.from_dict(message.initial), plan, now_s)
 
     def _arrive(self, rank: int, message: Arrive, now_s: float) -> None:
-        engine = self._optimizer(message.optimizer_id)
-        engine.arrive(rank, message, now_s)
-        if engine is self._fed:
+        optimizer = self._optimizer(message.optimizer_id)
+        optimizer.arrive(rank, message, now_s)
+        if optimizer is self._fed:
             self.shares.note(rank, message.step, message.times.compute_s)
 
     def _step_note(self, rank: int, message: StepNote, now_s: float) -> None:
-        engine = self._optimizer(message.optimizer_id)
-        engine.step_note(rank, message)
+        optimizer = self._optimizer(message.optimizer_id)
+        optimizer.step_note(rank, message)
         pace_s = self._own_pace_s(rank)
-        if engine.active.family in _OWN_PACE and pace_s is not None:
+        if optimizer.active.family in _OWN_PACE and pace_s is not None:
             # The other ranks wait for it at the end of the epoch, and its next request for samples may come too late.
             self._leases.forecast(rank, pace_s)
 
@@ -294,11 +294,11 @@ class JobState:
             self._broadcast(ReportImmediately(True))
         if away or self._immediate_until_s is not None:  # At an epoch's end `_maybe_end` activates ranks first.
             self._immediate_until_s = now_s + _REPORT_IMMEDIATELY_S
-        for engine in self.optimizers.values():
+        for optimizer in self.optimizers.values():
             if away:
-                engine.rule.deactivate(rank, out_of_data=out_of_data)
-            elif rank not in engine.dropped:
-                engine.rule.activate(rank, now_s)
+                optimizer.rule.deactivate(rank, out_of_data=out_of_data)
+            elif rank not in optimizer.dropped:
+                optimizer.rule.activate(rank, now_s)
 
     def _request_batch(self, rank: int, message: RequestBatch, now_s: float) -> None:
         given = self._granted[rank]
@@ -335,9 +335,9 @@ class JobState:
         key = (message.loader, message.epoch)
         self._epochs.setdefault(key, _Epoch())
         self._forget_epochs(message.loader, message.epoch - 1)
-        for engine in self.optimizers.values():
-            engine.has_queue = engine.has_queue or message.samples > 0
-            engine.has_shares = engine.has_shares or (message.samples > 0 and not message.fixed)
+        for optimizer in self.optimizers.values():
+            optimizer.has_queue = optimizer.has_queue or message.samples > 0
+            optimizer.has_shares = optimizer.has_shares or (message.samples > 0 and not message.fixed)
         self._leases.ask(rank, message, self._own_pace_s(rank), now_s)
 
     def _microbatch_open(self, rank: int, message: MicrobatchOpen, now_s: float) -> None:
@@ -346,9 +346,9 @@ class JobState:
         self._epochs.setdefault(key, _Epoch())
         self._forget_epochs(message.loader, message.epoch - 1)
         self._leases.interrupted(key, done)
-        for engine in self.optimizers.values():
-            engine.has_queue = engine.has_queue or message.samples > 0
-            engine.microbatches = engine.microbatches or (message.parts if message.samples > 0 else 0)
+        for optimizer in self.optimizers.values():
+            optimizer.has_queue = optimizer.has_queue or message.samples > 0
+            optimizer.microbatches = optimizer.microbatches or (message.parts if message.samples > 0 else 0)
         self.microbatches.open(rank, message, now_s)
 
     @property
@@ -357,13 +357,13 @@ class JobState:
         return next(iter(self.optimizers.values()), None)
 
     def _share_ready(self, rank: int, message: ShareReady, now_s: float) -> None:
-        engine = self._fed
-        change = self.shares.ready(rank, message, 0 if engine is None else engine.rule.step + 1)
-        if change is None or engine is None:
+        optimizer = self._fed
+        change = self.shares.ready(rank, message, 0 if optimizer is None else optimizer.rule.step + 1)
+        if change is None or optimizer is None:
             return
         self._leases.entitle(self.shares.state.loader, change.epoch, change.totals, change.later, now_s)
         logger.info("step %d: %s", change.step, self.shares.sentence() or "all ranks get equal batches")
-        engine.shares_changed(change.step, change.shares, self.shares.sentence())
+        optimizer.shares_changed(change.step, change.shares, self.shares.sentence())
 
     def _epoch_ended(self, key: tuple[int, int], rank: int, *, early: bool, now_s: float) -> None:
         """Note that a rank has reached the end of an epoch, or left its loop before (`early`)."""
@@ -380,10 +380,10 @@ class JobState:
         For a rank that steps on its own, this includes waits for its parent or for servers between two batches, which
         take most of the time on a slow link.
         """
-        for engine in self.optimizers.values():
-            recent = engine.history.latest_s(rank, 5)
-            if engine.active.family in _OWN_PACE and rank not in engine.active.members:
-                recent = engine.history.latest_s(rank, 5, with_waits=True) or recent
+        for optimizer in self.optimizers.values():
+            recent = optimizer.history.latest_s(rank, 5)
+            if optimizer.active.family in _OWN_PACE and rank not in optimizer.active.members:
+                recent = optimizer.history.latest_s(rank, 5, with_waits=True) or recent
             if recent and min(recent) > 0.0:
                 return sorted(recent)[len(recent) // 2]
         return None
@@ -397,15 +397,15 @@ class JobState:
             self._broadcast(EpochEnd(*key))
             # All ranks become active at once; otherwise the last to leave could have its first step closed without it.
             self._away = dict.fromkeys(self.finished, now_s)
-            for engine in self.optimizers.values():
-                engine.rule.align(now_s)
-                for rank in self.finished.union(engine.dropped):
-                    engine.rule.deactivate(rank)
+            for optimizer in self.optimizers.values():
+                optimizer.rule.align(now_s)
+                for rank in self.finished.union(optimizer.dropped):
+                    optimizer.rule.deactivate(rank)
 
     def _find_state_source(self, rank: int, message: FindStateSource) -> None:
-        engine = self._optimizer(message.optimizer_id)
+        optimizer = self._optimizer(message.optimizer_id)
         silent = {rank} | self.lost | self._absent
-        likely = [r for r in engine.rule.up_to_date() if r not in silent]
+        likely = [r for r in optimizer.rule.up_to_date() if r not in silent]
         # Name ranks in turn, since a source may turn out to be behind. Inactive ranks serve too, at the end of an epoch
         # for example; every third answer is a rank without fresh gradients, which may be the last one with the state.
         others = sorted(set(range(self.world_size)) - silent - set(likely))

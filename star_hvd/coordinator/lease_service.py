@@ -57,7 +57,7 @@ def spans_of(bounds: list[int]) -> list[Span]:
 
 
 @dataclass(slots=True)
-class _Census:
+class _ConsumedQuery:
     """Answers of the ranks, as they come in, on what they have consumed up to one step.
 
     Attributes:
@@ -86,7 +86,7 @@ class LeaseService:
         self._pace_s: dict[tuple[int, int], float] = {}  # Seconds per batch, by loader and rank.
         self._orders: dict[Key, tuple[int, int]] = {}  # Digest of the order, and the rank that reported it.
         self._done: dict[Key, list[Span]] = {}  # What was consumed before an epoch was interrupted.
-        self._census: dict[tuple[int, int, int], _Census] = {}  # By loader, epoch and step.
+        self._queries: dict[tuple[int, int, int], _ConsumedQuery] = {}  # By loader, epoch and step.
 
     @property
     def epochs(self) -> list[Key]:
@@ -183,32 +183,32 @@ class LeaseService:
     def request_consumed(self, rank: int, message: ConsumedRequest) -> None:
         """Find out for a rank what all ranks have consumed; all are asked only once, however many want the result."""
         key = (message.loader, message.epoch, message.step)
-        for old in [each for each in self._census if each[0] == message.loader and each != key]:
-            if not self._census[old].wanted:
-                del self._census[old]
-        census = self._census.get(key)
-        if census is None or message.step < 0:  # Without a step the answer changes all the time.
-            census = self._census[key] = _Census(wanted=census.wanted if census else [])
+        for old in [each for each in self._queries if each[0] == message.loader and each != key]:
+            if not self._queries[old].wanted:
+                del self._queries[old]
+        query = self._queries.get(key)
+        if query is None or message.step < 0:  # Without a step the answer changes all the time.
+            query = self._queries[key] = _ConsumedQuery(wanted=query.wanted if query else [])
             for other in range(self._world_size):
                 self._send(other, ReportConsumed(*key))
-        census.wanted.append((rank, message.number))
-        self._answer_census(key, census)
+        query.wanted.append((rank, message.number))
+        self._answer_query(key, query)
 
     def consumed(self, rank: int, message: Consumed) -> None:
         """Take in what a rank has consumed."""
         key = (message.loader, message.epoch, message.step)
-        census = self._census.get(key)
-        if census is not None:
-            census.found[rank] = spans_of(message.spans)
-            self._answer_census(key, census)
+        query = self._queries.get(key)
+        if query is not None:
+            query.found[rank] = spans_of(message.spans)
+            self._answer_query(key, query)
 
-    def _answer_census(self, key: tuple[int, int, int], census: _Census) -> None:
-        if len(census.found) == self._world_size:
+    def _answer_query(self, key: tuple[int, int, int], query: _ConsumedQuery) -> None:
+        if len(query.found) == self._world_size:
             done = self._done.get(key[:2], [])
-            spans = flat(joined([*done, *(span for each in census.found.values() for span in each)]))
-            for rank, number in census.wanted:
+            spans = flat(joined([*done, *(span for each in query.found.values() for span in each)]))
+            for rank, number in query.wanted:
                 self._send(rank, Consumed(*key, spans, number))
-            census.wanted.clear()
+            query.wanted.clear()
 
     def interrupted(self, key: Key, done: list[Span]) -> None:
         """Note what was consumed of an epoch before it was interrupted, if it has no queue here."""

@@ -109,7 +109,7 @@ class LinkSurvey:
         return rank, Probe(target, PROBE_BYTES)
 
     def _surprise_begins(self, surprised: Callable[[], bool]) -> bool:
-        """Whether the surprise is new; one that lasts is no reason for another sweep."""
+        """Whether reductions have just become slower than the measured rates explain; it starts one sweep, not more."""
         before, self._was_surprised = self._was_surprised, surprised()
         return self._was_surprised and not before
 
@@ -172,7 +172,7 @@ class LinkSurvey:
         return probes
 
     def _sender(self, rank: int, low: set[int]) -> int | None:
-        """Return the rank that sent a probe to `rank`, if `rank` has sent one to a rank that is not low; else None."""
+        """Return the rank that sent a probe to `rank`; None if `rank` has sent none to one whose link is not slow."""
         if not any(one == rank and target not in low for one, target in self._pairs):
             return None
         return next((one for one, target in self._pairs if target == rank), None)

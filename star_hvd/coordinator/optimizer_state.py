@@ -111,7 +111,7 @@ class OptimizerState:
         self.microbatch_fixed_part = math.nan  # See `MicrobatchService.fixed_part`.
         self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
         self.exact = False  # Whether `auto` may choose only modes that do not change the mathematics.
-        self.unfed = ""  # Why the batch shares or the stealing that the user asked for are not possible.
+        self.no_loader_reason = ""  # Why the batch shares or the stealing that the user asked for are not possible.
         self.dropped: dict[int, OptimizerDropped] = {}  # Latest message of ranks that dropped the optimizer.
         self.closing = False  # Some ranks have made their last step: no further plan is published.
         self._config = config
@@ -254,7 +254,7 @@ class OptimizerState:
 
     @property
     def feeding(self) -> Plan:
-        """The plan that batch shares and micro-batches are for: one about to become active, if they can precede it."""
+        """The plan whose batch sizes the loader uses: in plain `sync` the pending one, if that only changes sizes."""
         coming = self._switch.plan if self._switch is not None else self.active
         return coming if (coming.balanced or coming.steal) and self.active.plain else self.active
 
@@ -329,7 +329,7 @@ class OptimizerState:
     # ---- time -----------------------------------------------------------------------------------------------
 
     def decides(self, now_s: float) -> bool:
-        """Whether the next tick makes a window, so that the ranks' readings must be set first."""
+        """Whether the next tick builds a `Window`; the ranks' readings must be set before."""
         return now_s >= self._decide_at_s
 
     def tick(self, now_s: float) -> float:
@@ -390,8 +390,8 @@ class OptimizerState:
         return f"{chosen}{refused}" if chosen else self._plain_reason()
 
     def _plain_reason(self) -> str:
-        if (self.refused is not None or self.unfed) and self.active.plain:
-            return f"{self.active.label}: {self.unfed or self.refused}"
+        if (self.refused is not None or self.no_loader_reason) and self.active.plain:
+            return f"{self.active.label}: {self.no_loader_reason or self.refused}"
         return f"{self.active.label}: {self.active.reason or 'asked for'}"
 
     @property
@@ -536,12 +536,12 @@ class OptimizerState:
         if self.refused is not None and wanted.relaxed:
             return
         if self.equal_batches and (wanted.uneven or wanted.steal):  # Another optimizer needs equal batches.
-            self.unfed = self.equal_batches
+            self.no_loader_reason = self.equal_batches
             return
         if (wanted.uneven and not self.has_shares) or (wanted.steal and not self.microbatches):
-            self._say_unfed(wanted)
+            self._note_no_loader(wanted)
             return
-        self.unfed = ""
+        self.no_loader_reason = ""
         if self._awaits_rates and now_s < self._rates_by_s:
             return
         self._rates_by_s = math.inf
@@ -560,15 +560,17 @@ class OptimizerState:
         self.active = self.active.replace(batch_shares=shares, reason=f"{why}{_SHARES}{sentence}")
         self.plans.append((step, self.active))
 
-    def _say_unfed(self, wanted: Plan) -> None:
+    def _note_no_loader(self, wanted: Plan) -> None:
         """Warn, once some steps were made, that the user's mode needs a loader that the job does not have."""
-        if self.rule.step >= _FED_BY and not self.unfed:
-            self.unfed = f"{wanted.label} needs hvd.shard, which forms the batches; without it the sizes are the user's"
-            if wanted.steal:
-                self.unfed = f"{wanted.label} needs hvd.shard(..., microbatches=k), which cuts the batches"
-            elif self.microbatches:
-                self.unfed = f"{wanted.label} is not for micro-batches; use sync(steal), or leave microbatches out"
-            logger.warning("optimizer %d stays in sync: %s", self.optimizer_id, self.unfed)
+        if self.rule.step < _FED_BY or self.no_loader_reason:
+            return
+        why = f"{wanted.label} needs hvd.shard, which forms the batches; without it the sizes are the user's"
+        if wanted.steal:
+            why = f"{wanted.label} needs hvd.shard(..., microbatches=k), which cuts the batches"
+        elif self.microbatches:
+            why = f"{wanted.label} is not for micro-batches; use sync(steal), or leave microbatches out"
+        self.no_loader_reason = why
+        logger.warning("optimizer %d stays in sync: %s", self.optimizer_id, why)
 
     def _regroup(self, now_s: float) -> None:
         """Form new groups, if the user gave none, after others have been better for `_REGROUP_AFTER` decisions."""

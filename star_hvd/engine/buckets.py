@@ -163,7 +163,7 @@ def pack(
 
 
 class Wire:
-    """How one optimizer's buckets travel: here unchanged. `star_hvd.compression` has the lossy version.
+    """Encoding of one optimizer's buckets for the all-reduce: none here. `star_hvd.compression` has the lossy one.
 
     Attributes:
         wanted: Encoding that this rank, if it leads, requests for the next step's gradients; 0 is unchanged.

@@ -1,4 +1,4 @@
-"""The few operations an executor needs from a communication library, and their Horovod implementation."""
+"""The few operations a step engine needs from a communication library, and their Horovod implementation."""
 
 from __future__ import annotations
 

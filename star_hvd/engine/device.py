@@ -32,7 +32,7 @@ All hand-overs, by the name of their fence (T training thread and autograd's, H 
 No row is needed where the same thread gives and takes, where only host memory passes (the preparer's states, a
 parameter server's answers, everything behind `ps.Client`, headers), and for Horovod: a reduction starts after an event
 that Horovod records on the current stream of the submitting thread, and the collecting thread (`finish`) finds it
-complete or has its own current stream wait for it. The stand-in thread of `grouped` submits its own buffers and leaves
+complete or has its own current stream wait for it. The proxy thread of `grouped` submits its own buffers and leaves
 only counts behind.
 """
 

@@ -1,4 +1,4 @@
-"""Records and protocols shared by the parts of the executor."""
+"""Records and protocols shared by the parts of the step engine."""
 
 from __future__ import annotations
 

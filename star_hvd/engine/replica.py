@@ -53,8 +53,8 @@ import torch
 from star_hvd.engine.applier import Applier, Shadow, place_state
 from star_hvd.engine.buckets import Bucket, in_format_of
 from star_hvd.engine.device import BUCKET, COPIED, MEANS, PARAMS, SHADOW, SHADOW_READ, Fences
-from star_hvd.engine.landmarks import Landmarks
 from star_hvd.engine.records import Counters, Result, Snapshot
+from star_hvd.engine.swap_detector import SwapDetector
 from star_hvd.locks import ordered_rlock
 
 __all__ = ["Replica", "ReplicaState"]
@@ -119,7 +119,7 @@ class Replica:
         self._counters = counters
         self._changed = changed
         self._shadow: Shadow | None = None
-        self._landmarks = Landmarks(applier.buckets)
+        self._swaps = SwapDetector(applier.buckets)
         self._accepted = False  # Whether what the program writes replaces the parameters, until they are written here.
         self._streams = applier.streams
         self._written = self._streams.give(PARAMS)
@@ -244,7 +244,7 @@ class Replica:
                 yield
             finally:
                 self.writes += 1
-                self._landmarks.note()
+                self._swaps.note()
                 self._accepted = False
                 self._written = self._streams.give(PARAMS)
 
@@ -255,9 +255,9 @@ class Replica:
 
     @property
     def displaced(self) -> bool:
-        """Whether the program has others in the live parameters' place for a while, see `Landmarks`."""
+        """Whether the program has others in the live parameters' place for a while, see `SwapDetector`."""
         with self.apply_lock:
-            return not self._accepted and self._landmarks.moved()
+            return not self._accepted and self._swaps.moved()
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:

@@ -755,7 +755,9 @@ class StepEngine:
         return elsewhere or self.step != self.next_step or not self.replica.state.in_common_steps
 
     def _may_take_over(self) -> bool:
-        """Whether others wait for the step after one that the training thread has claimed but does not complete."""
+        """Whether the helper must complete the step in flight: its owner, the training thread, is inactive, and a later
+        step is closed already.
+        """
         return self._claims.early is not None and self.inactive and self._claims.closed
 
     def _may_close(self) -> bool:

@@ -161,7 +161,7 @@ class BatchSizes(BatchSizer):
         with self._changed:
             if isinstance(message, ShareProposal):
                 self._answer(message)
-            else:
+            elif isinstance(message, ShareOrder):
                 self._follow(message)
                 self._changed.notify_all()
 

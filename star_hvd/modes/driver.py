@@ -342,7 +342,7 @@ class StepDriver:
 
     @property
     def _cannot_catch_up(self) -> bool:
-        """Whether the parameters are behind, and the program has others in their place, to evaluate them say."""
+        """Whether the parameters are outdated while the program has swapped in other weights (`SwapDetector`)."""
         engine = self.engine
         if self.active_mode is not None or not engine.plan.relaxed:
             return False
@@ -409,7 +409,7 @@ class StepDriver:
         return self.engine.plan.family in ("ps", "grouped")
 
     def bring_state_home(self) -> None:
-        """End a servers' mode, on all ranks alike; afterwards the plan is `sync` and this rank has the state.
+        """Leave servers and fetch the state from them, on all ranks alike; afterwards the plan is `sync`.
 
         Raises:
             DeadlineError: The mode did not end in time.

@@ -65,7 +65,7 @@ class LocalSteps:
         self._weight = 0.0
         self._steps = 0
         self._began_s = time.monotonic()
-        self._stood_in: Ended | None = None  # An averaging that the helper has completed.
+        self._completed_by_helper: Ended | None = None  # An averaging that the helper has completed.
 
     def begin(self) -> LocalSteps:
         """Enter the mode, in the training thread, with the parameters all ranks have."""
@@ -210,7 +210,7 @@ class LocalSteps:
         with engine.lock:  # The helper has a deadline, and fails the engine past it.
             while engine.helper_averages() and engine.failure is None:
                 engine.lock.wait(1.0)
-        found = self._stood_in
+        found = self._completed_by_helper
         if self._use(self._write_live) and found is not None and found[2] is None:
             self._steps, self._began_s = 0, time.monotonic()
         self._engine.replica.catch_up()  # The helper may have written it to a shadow, with later steps replayed on it.
@@ -233,24 +233,24 @@ class LocalSteps:
 
         One to be added as a difference is instead included in the helper's next contribution.
         """
-        found = self._stood_in
+        found = self._completed_by_helper
         return found is not None and found[2] is None
 
     @property
     def waiting(self) -> bool:
         """Whether an averaging has ended whose result is not written yet."""
-        return self._stood_in is not None
+        return self._completed_by_helper is not None
 
     def _use(self, use: Callable[[Ended, list[float]], None]) -> bool:
         engine = self._engine
-        while (found := self._stood_in) is not None:
+        while (found := self._completed_by_helper) is not None:
             found[0].fence.order(*found[0].means, *found[1])
             weights = self._weights(found[0])
             with engine.replica.apply_lock:
                 with engine.lock:
-                    if self._stood_in is not found:
+                    if self._completed_by_helper is not found:
                         continue  # Used by the other thread meanwhile, or replaced by a later averaging.
-                    self._stood_in = None
+                    self._completed_by_helper = None
                 use(found, weights)
                 with engine.lock:
                     engine.replica.average_used(found[0].step + 1)
@@ -302,7 +302,7 @@ class LocalSteps:
 
     def _unused(self) -> tuple[Result, list[torch.Tensor], _Copy] | None:
         """Return an averaging whose difference the inactive training thread has not added yet."""
-        found = self._stood_in
+        found = self._completed_by_helper
         return None if found is None or found[2] is None else (found[0], found[1], found[2])
 
     def extras(self) -> list[tuple[str, torch.Tensor]]:
@@ -330,7 +330,7 @@ class LocalSteps:
     def ended_by_proxy(self, result: Result, extras: list[torch.Tensor]) -> None:
         """Keep an averaging that the helper completed."""
         result.fence = self._engine.streams.give(AVERAGED)
-        self._stood_in = (result, extras, self._copy)
+        self._completed_by_helper = (result, extras, self._copy)
         if not self._sent:  # It consisted of what the training thread had done by then.
             self._weight = 0.0
         self._sent, self._copy = False, None

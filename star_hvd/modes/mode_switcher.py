@@ -1,4 +1,4 @@
-"""Move one rank between the families of modes: common steps, a subgroup's child, servers, local steps.
+"""Move one rank between modes: all-reduce with all members, subgroup child, parameter servers, local SGD.
 
 `SwitchMachine` (`switch_machine.py`) decides what to do when. This module carries out its instructions, in the thread
 whose event caused them, or in `star-prepare` if they wait or the engine's lock is held. Only the training thread enters

@@ -163,7 +163,7 @@ class ServerSteps:
 
     @property
     def acts_on(self) -> int:
-        """Id of the newest plan before which nothing is left to do here."""
+        """The plan id that the report of this step carries: that of the plan in force."""
         return self._engine.plan.plan_id
 
     # ---- training thread ------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ class ChildSteps:
         engine.counters.produced_weight -= sum(float(flat[-1]) for flat in flats) / len(flats)
         if self._sender is not None:
             self._sender.add(flats, version)
-            self._take_news(self._sender)
+            self._take_results(self._sender)
             return None
         began_s = time.monotonic()
         contained = self._link.push(flats, version)
@@ -144,9 +144,9 @@ class ChildSteps:
         self._on_step(StepInfo(contained, staleness, time.monotonic() - began_s, plan_id))
         return None
 
-    def _take_news(self, sender: LateSender) -> None:
+    def _take_results(self, sender: LateSender) -> None:
         """Report what the parent has taken meanwhile, and load what it has sent."""
-        sent, snapshot = sender.news()
+        sent, snapshot = sender.take_results()
         for each in sent:
             staleness = max(0, each.contained - 1 - each.version)
             self._on_step(StepInfo(each.contained, staleness, 0.0, self.plan.plan_id))
@@ -156,7 +156,7 @@ class ChildSteps:
         """Wait until nothing is in transit; then this thread may use the link."""
         if self._sender is not None:
             self._sender.flush(self._deadline_s)
-            self._take_news(self._sender)
+            self._take_results(self._sender)
 
     def _newest(self, min_step: int) -> Snapshot | None:
         return StateSources(parent=Parent(self._link, state_too=False)).find(min_step, _PATIENCE_S, self._wanted)

@@ -220,7 +220,7 @@ class SwitchMachine:
         return [QueuePreparation(record.plan.plan_id)]
 
     def _preparation_begins(self, record: _Record, event: Event) -> list[Instruction]:
-        """Prepare, unless this rank would then be more than one mode of servers behind.
+        """Prepare, unless the training thread is still connected to a server session before the last one.
 
         For a busy training thread only the connections to the servers that ended last are kept.
         """

@@ -103,7 +103,7 @@ class PlanOffered:
 
 @dataclass(frozen=True, slots=True)
 class PreparationBegins:
-    """The preparer's thread has reached this plan."""
+    """`star-prepare` has taken this plan from its queue."""
 
     plan_id: int
 
@@ -155,7 +155,7 @@ class PlanInForce:
 
 @dataclass(frozen=True, slots=True)
 class ServingDue:
-    """The preparer's thread handles a served plan that came into force."""
+    """`star-prepare` has taken a served plan that came into force from its queue."""
 
     plan_id: int
 
@@ -228,7 +228,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class QueuePreparation:
-    """Have the preparer's thread reach this plan: `PreparationBegins`."""
+    """Queue this plan for `star-prepare`, which then sends `PreparationBegins`."""
 
     plan_id: int
 
@@ -326,7 +326,7 @@ class BeginServers:
 
 @dataclass(frozen=True, slots=True)
 class QueueServing:
-    """Have the preparer's thread reach it: `ServingDue`."""
+    """Queue this plan for `star-prepare`, which then sends `ServingDue`."""
 
     plan_id: int
 
@@ -388,7 +388,7 @@ class EnterMode:
 
 @dataclass(frozen=True, slots=True)
 class UseMode:
-    """The training thread's steps are made there from now on. `elsewhere`: its parameters come from there too."""
+    """This session's object makes the training thread's steps now. `elsewhere`: it also supplies the parameters."""
 
     session: int
     elsewhere: bool

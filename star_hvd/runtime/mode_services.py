@@ -236,6 +236,8 @@ class ModeServices:
         )
 
     def _steps_at_servers(self, optimizer_id: int, plan: Plan) -> Steps:
+        if plan.mode not in ("ps", "grouped"):
+            raise StarError(f"no class makes the steps of mode {plan.mode}; add one to ModeServices.steps")
         driver = self._drivers[optimizer_id]
         common: dict[str, Any] = {
             "deadline_s": self._config.step_deadline_s,

@@ -269,10 +269,10 @@ class ServerSessions:
     def _presence(self, rank: int, *, present: bool) -> None:
         with self._changed:  # As a whole: `seed` reports who is absent before this or after it.
             self._absent = self._absent - {rank} if present else self._absent | {rank}
-            for engine, driver in list(self._drivers.items()):
+            for optimizer_id, driver in list(self._drivers.items()):
                 plan = driver.engine.plan
-                if rank != self._rank and plan.family in ("ps", "grouped") and self._leads(engine, plan):
-                    self._process.member(engine, rank, "present" if present else "absent")
+                if rank != self._rank and plan.family in ("ps", "grouped") and self._leads(optimizer_id, plan):
+                    self._process.member(optimizer_id, rank, "present" if present else "absent")
 
     def _leads(self, optimizer_id: int, plan: Plan) -> bool:
         """Whether this rank runs the first server of a plan's session, which orders the updates."""
@@ -345,13 +345,13 @@ class ServerSessions:
     # ---- events of the own server, in its supervising thread --------------------------------------------------------
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        kind, engine = event["event"], event.get("engine", -1)
+        kind, optimizer_id = event["event"], event.get("engine", -1)
         if kind == "cut":
-            self._send(Drained(engine, event["plan_id"], event["version"]))
+            self._send(Drained(optimizer_id, event["plan_id"], event["version"]))
         elif kind == "refused":
-            self._send(ModeUnsupported(engine, event["plan_id"], event["reason"]))
+            self._send(ModeUnsupported(optimizer_id, event["plan_id"], event["reason"]))
         elif kind == "failed":
-            self._fail(engine, StarError(f"the parameter server of rank {self._rank} failed: {event['reason']}"))
+            self._fail(optimizer_id, StarError(f"the parameter server of rank {self._rank} failed: {event['reason']}"))
         elif kind == "died" and not self._stopped:
             logger.error(
                 "rank %d: its parameter server died (exit code %s) and is started again from its copy",
@@ -376,14 +376,14 @@ class ServerSessions:
     def _tell(self, endpoint: Endpoint) -> None:
         """Tell all ranks where this rank's server is now."""
         with self._changed:
-            sessions = [(engine, session) for engine, each in self._sessions.items() for session in each]
+            sessions = [(optimizer_id, session) for optimizer_id, each in self._sessions.items() for session in each]
             announced = list(self._announced.items())
-        for (engine, plan_id), index in announced:
-            self._send(ServerUp(engine, plan_id, index, _to_parts(endpoint)))
-        for engine, session in sessions:
+        for (optimizer_id, plan_id), index in announced:
+            self._send(ServerUp(optimizer_id, plan_id, index, _to_parts(endpoint)))
+        for optimizer_id, session in sessions:
             if self._rank in session.plan.servers:
                 index = session.plan.servers.index(self._rank)
-                self._send(ServerRestarted(engine, session.number, index, _to_parts(endpoint)))
+                self._send(ServerRestarted(optimizer_id, session.number, index, _to_parts(endpoint)))
 
     def _fail(self, optimizer_id: int, error: Exception) -> None:
         for number, driver in list(self._drivers.items()):

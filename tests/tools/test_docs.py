@@ -168,6 +168,18 @@ def test_comments_and_docstrings_name_what_classes_have() -> None:
     assert missing == []
 
 
+def test_as_many_files_are_named_for_a_step_as_the_text_says() -> None:
+    """Of the gradient's way in `sync`, at most ten; and of all that the training thread runs in a step."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    found = re.search(r"The gradient itself passes (\d+) files:(.*?)\. Counted is(.*?)runs code in (\d+) files(.*?)\n\n"
+                      r"With `overlap=True`", page, flags=re.DOTALL)  # fmt: skip
+    assert found is not None, "the text has another form; change the expression above with it"
+    passed, others = (re.findall(r"`((?:star_hvd|scheduler)/[\w/]+\.py)`", found[part]) for part in (2, 5))
+    assert len(passed) == len(set(passed)) == int(found[1]) <= 10
+    assert len({*passed, *others}) == len(passed) + len(others) == int(found[4])
+    assert [file for file in (*passed, *others) if not (ROOT / file).exists()] == []
+
+
 def test_every_thread_has_its_row() -> None:  # Of locks: tests/unit/star_hvd/test_locks.py.
     page = (ROOT / "docs" / "concurrency.md").read_text(encoding="utf-8")
     rows = "\n".join(line.split("|")[1] for line in page.splitlines() if line.startswith("| "))

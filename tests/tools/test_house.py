@@ -1,7 +1,7 @@
-"""The house: which room may import which, how large rooms are, and what must not change without being meant to.
+"""The structure: which component may import which, how large they are, and what must not change without being meant to.
 
-Rooms are folders; a module directly in `star_hvd/` or `scheduler/` is a room of its own. A room imports rooms of lower
-floors only, whether at the top of a file or late in a function.
+Components are folders; a module directly in `star_hvd/` or `scheduler/` is a component of its own. A component imports
+components of lower layers only, whether at the top of a file or late in a function.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import pytest
 from tests.support.surface import GOLDEN, surface
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_FILES = 15  # In a room, `__init__.py` not counted.
+MOST_FILES = 15  # In a component, `__init__.py` not counted.
 
-FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "scheduler": (
         ("stats", "redact", "run_events", "target", "commands", "balance", "transmission"),
         ("plan",),
@@ -59,7 +59,7 @@ CALLED_FROM_OUTSIDE = {
 def modules() -> dict[str, Path]:
     """All modules by dotted name; packages without their `__init__`."""
     found = {}
-    for package in FLOORS:
+    for package in LAYERS:
         for path in sorted((ROOT / package).rglob("*.py")):
             found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
     return found
@@ -73,8 +73,8 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text("utf-8"))
 
 
-def room(module: str) -> str:
-    """The room of a module; of a package's `__init__`, the package itself."""
+def component(module: str) -> str:
+    """The component of a module; of a package's `__init__`, the package itself."""
     parts = module.split(".")
     is_package = MODULES[module].name == "__init__.py"
     return ".".join(parts if is_package or len(parts) == 2 else parts[:-1])
@@ -96,23 +96,23 @@ def imports() -> dict[str, set[str]]:
     return found
 
 
-def floor(name: str) -> int:
+def layer(name: str) -> int:
     package, _, rest = name.partition(".")
-    for number, rooms in enumerate(FLOORS[package]):
-        if rest in rooms:
+    for number, components in enumerate(LAYERS[package]):
+        if rest in components:
             return number
-    raise AssertionError(f"{name} is on no floor; put it into FLOORS below every room that imports it")
+    raise AssertionError(f"{name} is on no layer; put it into LAYERS below every component that imports it")
 
 
-@pytest.mark.parametrize("module", sorted(MODULES.keys() - FLOORS.keys()))
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - LAYERS.keys()))
 def test_imports_go_down(module: str) -> None:
-    own = room(module)
+    own = component(module)
     for other in sorted(imports()[module]):
-        package, theirs = own.partition(".")[0], room(other)
+        package, theirs = own.partition(".")[0], component(other)
         if package != other.partition(".")[0]:
             assert package == "star_hvd", f"{module} imports {other}; scheduler knows nothing of star_hvd"
         elif theirs not in (own, package) and not own.startswith(f"{theirs}."):
-            assert floor(theirs) < floor(own), f"{module} imports {other}, of floor {floor(theirs)} of {floor(own)}"
+            assert layer(theirs) < layer(own), f"{module} imports {other}, of layer {layer(theirs)} of {layer(own)}"
 
 
 def test_modules_import_each_other_in_no_circle() -> None:
@@ -140,7 +140,7 @@ def test_the_scheduler_imports_neither_torch_nor_horovod() -> None:
                     assert name.partition(".")[0] not in ("torch", "horovod"), f"{module} imports {name}"
 
 
-def test_rooms_are_small() -> None:
+def test_components_are_small() -> None:
     count: dict[Path, int] = defaultdict(int)
     for path in MODULES.values():
         count[path.parent] += path.name != "__init__.py"
@@ -172,7 +172,7 @@ def foreign(path: Path) -> set[str]:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             source = getattr(node, "module", None)
             for alias in node.names:
-                if (source or alias.name).partition(".")[0] not in FLOORS:
+                if (source or alias.name).partition(".")[0] not in LAYERS:
                     found.add((alias.asname or alias.name).partition(".")[0])
     return found
 

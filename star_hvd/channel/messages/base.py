@@ -55,7 +55,7 @@ _MOST = 1 << 53  # Bound of integers, so that they are exact as floats too.
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """Base of all messages; fields are int, float, bool, str, a list of ints, a mapping or one `StepTimes`.
+    """Base of all messages; fields are int, float, bool, str, a list of ints or strs, a mapping or `StepTimes`.
 
     A record (`StepTimes`) inside a message is sent as its fields, in order, at its position among the other fields.
     """

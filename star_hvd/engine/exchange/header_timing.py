@@ -36,7 +36,7 @@ class HeaderTiming:
         self.alone = False
         self._early_after_steps = early_after_steps
         self._clock = clock
-        self._whole_at_s: float | None = None  # When the carrier's gradient of this step was complete.
+        self._complete_at_s: float | None = None  # When the carrier's gradient of this step was complete.
         self._waited = 0  # Consecutive steps in which it then waited for the header.
         self._complete_run = 0  # Consecutive steps with fresh gradients of all members.
 
@@ -50,14 +50,14 @@ class HeaderTiming:
             return False
         return not mixed or self._complete_run >= self._early_after_steps
 
-    def carrier_is_whole(self) -> None:
+    def carrier_complete(self) -> None:
         """Note that the gradient of the bucket that carries the header is complete."""
-        self._whole_at_s = self._clock()
+        self._complete_at_s = self._clock()
 
     def waits(self) -> bool:
         """Whether the carrier was complete long before the header, which leaves now, in this and the previous step."""
-        whole_at_s, self._whole_at_s = self._whole_at_s, None
-        waited = whole_at_s is not None and self._clock() - whole_at_s > _HEADER_WAIT_S
+        complete_at_s, self._complete_at_s = self._complete_at_s, None
+        waited = complete_at_s is not None and self._clock() - complete_at_s > _HEADER_WAIT_S
         self._waited = self._waited + 1 if waited else 0
         return self._waited >= 2
 

@@ -26,7 +26,7 @@ def damping_factor(plan: Plan, staleness: int) -> float:
 @dataclass(slots=True)
 class _Kept:
     flat: torch.Tensor  # w * g, then w.
-    computed_on: int  # Step of the oldest parameters behind it.
+    computed_on: int  # Step of the oldest parameters this gradient was computed on.
     weight: float  # w, known without reading it from the device.
     fence: Fence  # Behind the work that wrote `flat`.
 

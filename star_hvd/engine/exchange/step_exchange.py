@@ -80,7 +80,7 @@ class StepExchange:
             self._carrier.carry(self._agreement.codec.size)
 
     def plan_taken(self) -> None:
-        """Switch to the collective of the newly plan in force."""
+        """Switch to the collective of the new plan."""
         self._timing.restart()
         self._wire.restart()
         plan = self._agreement.plan
@@ -99,7 +99,7 @@ class StepExchange:
             flat[:-1].mul_(weight)
         flat[-1] = weight
         if bucket is self._carrier:
-            self._timing.carrier_is_whole()
+            self._timing.carrier_complete()
         self._submit(step, bucket, flat, given=weight != 0.0)
 
     def submit_proxy(self, step: OpenStep, bucket: Bucket) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.plan.plan import Plan
-from scheduler.policy.accuracy_guard import AccuracyGuard, loss_alarm, loudness
+from scheduler.policy.accuracy_guard import AccuracyGuard, loss_alarm, relative_gradient_noise
 from scheduler.policy.cost_policy import CostPolicy
 from scheduler.records import Window
 from tests.support.windows import steady, window
@@ -107,11 +107,11 @@ def test_a_rise_before_the_plan_is_not_the_plans() -> None:
 
 
 def test_the_noise_scale_says_so() -> None:
-    assert loudness(Plan.sync(8), 100.0) == pytest.approx(1.0)
-    assert loudness(Plan.partial(8, 4), 1e9) == pytest.approx(2.0)
-    assert loudness(Plan.ps(8, 1), 1e9) == pytest.approx(1.0)  # Shorter by as much as it is noisier.
-    assert loudness(Plan.ps(8, 2, lr_rule="none"), 1e9) == pytest.approx(4.0)
-    assert loudness(Plan.grouped(8, 4, lr_rule="none"), 1e9) == pytest.approx(4.0)
+    assert relative_gradient_noise(Plan.sync(8), 100.0) == pytest.approx(1.0)
+    assert relative_gradient_noise(Plan.partial(8, 4), 1e9) == pytest.approx(2.0)
+    assert relative_gradient_noise(Plan.ps(8, 1), 1e9) == pytest.approx(1.0)  # Shorter by as much as it is noisier.
+    assert relative_gradient_noise(Plan.ps(8, 2, lr_rule="none"), 1e9) == pytest.approx(4.0)
+    assert relative_gradient_noise(Plan.grouped(8, 4, lr_rule="none"), 1e9) == pytest.approx(4.0)
     guard, plan = AccuracyGuard(), Plan.ps(8, 2, lr_rule="none", plan_id=1)
     assert guard.check(window(steady(8), noise_scale=4.0, end=40), plan) == ""
     assert guard.check(window(steady(8), noise_scale=12.0, end=44), plan) == ""

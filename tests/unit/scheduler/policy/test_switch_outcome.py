@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 from scheduler.cost.cost_model import Prediction
 from scheduler.plan.plan import Plan
 from scheduler.policy.cost_policy import CostPolicy
-from scheduler.policy.switch_outcome import ModeBackoff, OutcomeCheck, Shape, SwitchOutcome, Terms, compare
+from scheduler.policy.switch_outcome import (
+    CostFactors,
+    ModeBackoff,
+    OutcomeCheck,
+    SlownessProfile,
+    SwitchOutcome,
+    compare,
+)
 from tests.support.windows import steady, window
 
-CALM, ONE_SLOW = Shape((1.1, 1.0)), Shape((4.0, 1.1))
+CALM, ONE_SLOW = SlownessProfile((1.1, 1.0)), SlownessProfile((4.0, 1.1))
 SYNC = Plan.sync(4)
 PARTIAL = Plan.partial(4, 2, plan_id=1)
 
@@ -27,7 +34,7 @@ class Training:
         self.check = OutcomeCheck()
         self.rng = np.random.default_rng(seed)
         self.now_s, self.step, self.look_s = 100.0, 0, 0.0
-        self.levels = {"sync": 1.1, "partial(2)": 1.0, "partial(3)": 1.0, "ps(3)": 0.75}
+        self.step_times = {"sync": 1.1, "partial(2)": 1.0, "partial(3)": 1.0, "ps(3)": 0.75}
         self.gains = {"sync": 1.0, "partial(2)": 1.0, "partial(3)": 1.0, "ps(3)": 0.75}
         self.frozen_s = dict.fromkeys(self.gains, 0.0)
         self.found: list[SwitchOutcome] = []
@@ -40,10 +47,10 @@ class Training:
             if self.now_s < self.look_s:
                 continue
             self.look_s = self.now_s + 0.1
-            self.check.set_level(self.levels[plan.label])
+            self.check.set_normalized_step(self.step_times[plan.label])
             self.check.note(self.step, self.now_s, plan, frozen=False)
             outcome = self.check.judge(
-                {name: Terms(self.gains[name], self.frozen_s[name], self.levels[name]) for name in self.gains}
+                {name: CostFactors(self.gains[name], self.frozen_s[name], self.step_times[name]) for name in self.gains}
             )
             if outcome is not None:
                 self.found.append(outcome)
@@ -54,7 +61,7 @@ class Training:
     def expect(self, plan: Plan, replaced: Plan = SYNC, predicted: float = 1.1, replaced_s: float = 0.1) -> None:
         self.check.expect(
             plan, replaced, predicted=predicted, over_sync=predicted, replaced_s=replaced_s,
-            level=self.levels[replaced.label],
+            normalized_step=self.step_times[replaced.label],
         )
 
     @property
@@ -109,12 +116,12 @@ def test_a_plan_that_pays_is_told_once_and_kept() -> None:
 def test_nothing_is_compared_across_a_change_of_trouble() -> None:
     job = Training()
     job.go(SYNC, 100, 0.05, 0.05)
-    job.levels["sync"] = 4.0
+    job.step_times["sync"] = 4.0
     job.expect(PARTIAL, replaced_s=0.2, predicted=3.0)
     job.go(PARTIAL, 200, 0.06, 0.05)
     assert not job.harmful, "dearer than sync was, when nobody was slow; sync would take 0.2 s now"
     assert job.found and job.found[0].measured == pytest.approx(0.2 / 0.06, rel=0.1), "by what was predicted of sync"
-    job.levels["sync"] = 1.1
+    job.step_times["sync"] = 1.1
     job.go(PARTIAL, 400, 0.06, 0.05, until_harm=True)
     assert job.harmful, "and now nobody is slow again"
 
@@ -123,7 +130,7 @@ def test_what_was_measured_in_less_trouble_is_scaled_to_the_present() -> None:
     """From `partial(3)` at its ease to `partial(2)`, when two ranks became slow: 1.7 times what it would take now."""
     job, three = Training(), Plan.partial(4, 3)
     job.go(three, 100, 0.05, 0.05)
-    job.levels["partial(3)"] = 1.7
+    job.step_times["partial(3)"] = 1.7
     job.expect(PARTIAL, three, predicted=1.5)
     job.go(PARTIAL, 200, 0.06, 0.05)
     assert job.found and not job.harmful
@@ -138,8 +145,8 @@ def test_who_is_slow_may_change_all_the_time() -> None:
     def go(plan: Plan, step_s: float) -> None:
         nonlocal turn
         for _ in range(60):
-            for name in job.levels:
-                job.levels[name] = math.exp(0.2 * float(rng.standard_normal()))
+            for name in job.step_times:
+                job.step_times[name] = math.exp(0.2 * float(rng.standard_normal()))
             if not job.harmful:
                 turn += job.go(plan, 4, step_s, 0.15, until_harm=True)
 
@@ -187,7 +194,7 @@ def test_an_evaluation_is_no_step() -> None:
 def test_the_plan_before_the_last_one_is_sync() -> None:
     """From `partial(3)`, good, to servers, less good, and back; `sync` is no better than either."""
     job, three, servers = Training(), Plan.partial(4, 3, plan_id=1), Plan.ps(4, 3, plan_id=2)
-    job.levels["sync"] = 4.0
+    job.step_times["sync"] = 4.0
     job.go(SYNC, 60, 0.2, 0.05)
     job.expect(three, predicted=3.0)
     job.go(three, 150, 0.06, 0.1)
@@ -216,7 +223,7 @@ def test_a_switch_that_never_came_is_forgotten() -> None:
 
 def test_without_a_clock_nothing_is_measured() -> None:
     check = OutcomeCheck()
-    check.set_level(1.0)
+    check.set_normalized_step(1.0)
     for step in range(100):
         check.note(step, math.nan, SYNC, frozen=False)
     assert not check.measured(SYNC, 1.0)

@@ -396,3 +396,10 @@ def test_simulated_steps_behind_compute_are_as_long_as_they_are_priced(name: str
         assert rate > 1e8 or one.step_s > 1.05 * plain.step_s
     if rate < 1e8:
         assert behind.step_s < 0.96 * plain.step_s
+
+
+def test_a_mode_without_a_simulation_is_not_simulated_as_another() -> None:
+    plan = Plan.local(4, steps=4)
+    object.__setattr__(plan, "mode", "new")
+    with pytest.raises(ValueError, match="mode new has no simulation"):
+        make_mode(job(scenario(4), plan), [plan])

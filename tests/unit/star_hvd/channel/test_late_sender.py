@@ -45,13 +45,13 @@ def test_gradients_made_while_one_is_on_its_way_go_together_and_count_as_old_as_
     assert link.begun.acquire(timeout=DEADLINE_S)
     for number in (2.0, 4.0, 8.0):  # None of these waits: nothing has been taken.
         sender.add(gradient(number), 5 + int(number))
-    assert sender.news() == ([], None)
+    assert sender.take_results() == ([], None)
     with pytest.raises(DeadlineError):
         sender.flush(0.05)
     link.free.release(2)
     sender.flush(DEADLINE_S)
     assert link.taken == [(1.0, 1.0, 5), (14.0, 3.0, 7)]
-    sent, snapshot = sender.news()
+    sent, snapshot = sender.take_results()
     assert [(each.version, each.contained, each.count) for each in sent] == [(5, 7, 1), (7, 9, 3)]
     assert snapshot is not None and snapshot.step == 9
     assert sender.close(DEADLINE_S) is None

@@ -425,7 +425,7 @@ def test_sums_of_late_gradients_are_taken_once(parent: Parent, way: int) -> None
         gradient.fill_(float("nan"))
         time.sleep(0.002)
     sender.flush(DEADLINE_S)
-    sent, _ = sender.news()
+    sent, _ = sender.take_results()
     assert sender.close(DEADLINE_S) is None and sender.ended
     link.close()
     bodies = [torch.frombuffer(bytearray(body), dtype=torch.float32) for *_, body in parent.taken]

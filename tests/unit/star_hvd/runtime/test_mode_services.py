@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.switch import DropSet, MakeSet
 from star_hvd.config import Config
+from star_hvd.errors import StarError
 from star_hvd.ps.common.layout import LayoutError
 from star_hvd.runtime import mode_services, process_sets, server_sessions
 from star_hvd.runtime.mode_services import ModeServices
@@ -103,3 +104,12 @@ def test_pushes_begin_early_unless_the_settings_say_no(
     given: Any = services.steps(0, plan)
     assert given["early"] is (background is not False) and given["gates"] == ("gates" if background else None)
     assert services.sessions.prepare(0, plan) == "this is enough" and spread == [background is not False]
+
+
+def test_no_other_modes_steps_are_made_for_a_mode_that_has_none() -> None:
+    keyring, key = cast(Any, SimpleNamespace(peers=[None] * 4)), cast(Any, None)
+    services = ModeServices(0, Config(), keyring, key, "h", lambda *unused, **also: None, {})
+    plan = Plan.ps(4, 3, servers=(0,), plan_id=1)
+    object.__setattr__(plan, "mode", "new")
+    with pytest.raises(StarError, match="mode new"):
+        services.steps(0, plan)

@@ -1,8 +1,8 @@
-"""Notice that a program has exchanged the values of its parameters, for an average of them during evaluation say.
+"""Detect that the program has temporarily swapped in other weights, e.g. moving averages of them for an evaluation.
 
 While it evaluates other weights, a rank must neither apply steps to its parameters, nor copy them as the state of their
 step: the program will put the former values back. A few values of the parameters are enough to tell, since such an
-exchange changes all of them.
+swap changes all of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 from star_hvd.engine.buckets import Bucket
 
-__all__ = ["Landmarks"]
+__all__ = ["SwapDetector"]
 
 _MOST = 16  # Parameters of which a value is remembered.
 
 
-class Landmarks:
+class SwapDetector:
     """Remembers where some parameters are in memory and, in host memory, one value of each.
 
     Comparing values on a device would have to wait for the program's kernels: there only parameters whose memory was
