@@ -3,9 +3,10 @@
 One `StepEngine` per optimizer and rank. All methods return at once; the training thread and the helper thread loop
 around them (`driver.py`, `helper.py`), and tests can drive them in any interleaving.
 
-All state is under one lock. `step` counts the steps applied to the live parameters; `next_step` is the first step this
-rank has not wholly submitted. They are equal while the training thread computes a gradient that can still be fresh. The
-thread that claims the header, always the last tensor of a step, owns the step's completion:
+All state changes under one lock; some is read without it (docs/concurrency.md). `step` counts the steps applied to the
+live parameters; `next_step` is the first step this rank has not wholly submitted. They are equal while the training
+thread computes a gradient that can still be fresh. The thread that claims the header, always the last tensor of a step,
+owns the step's completion:
 
 * The training thread claims it when its gradient is complete (`arrive`), waits, averages, applies.
 * The helper claims it, with every bucket not yet submitted, when the coordinator closes the step. It submits late
