@@ -83,7 +83,7 @@ def test_a_process_that_forks_servers_is_replaced_when_it_is_frozen_or_dead() ->
             os.kill(forks, number)
             deaths = made.deaths
             if number == signal.SIGSTOP:
-                server.kill()
+                made.kill(0)
             while made.deaths == deaths:
                 time.sleep(0.05)
             made.settled()
