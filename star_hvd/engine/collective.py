@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -15,13 +14,7 @@ __all__ = ["Collective", "HorovodCollective", "wait_all"]
 
 
 class Collective(Protocol):
-    """Sum all-reduce over all ranks, matched by name and by the order of submissions under a name.
-
-    Attributes:
-        core_each: Whether this host has a core for every rank on it.
-    """
-
-    core_each: bool
+    """Sum all-reduce over all ranks, matched by name and by the order of submissions under a name."""
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
         """Start an in-place sum of `tensor` over all ranks and return its handle."""
@@ -48,7 +41,6 @@ class HorovodCollective:
 
         self._ops = mpi_ops  # Importing on each call would take as long as polling a handle.
         self._process_set = process_set if process_set is not None else mpi_ops.global_process_set
-        self.core_each = int(mpi_ops.local_size()) <= len(os.sched_getaffinity(0))
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
         ops = self._ops
@@ -63,9 +55,9 @@ class HorovodCollective:
 
 
 # Horovod's own wait spins until the end and shows 110 % CPU on waiting ranks; on a host with fewer cores than ranks
-# that slows the rank all others wait for. So we sleep between polls. Where every rank has a core, polls in the first
-# milliseconds (the length of an ordinary reduction) only yield: with 2 ranks on 2 cores that cut a step from 1.034 to
-# 1.016 of Horovod's.
+# that slows the rank all others wait for. So we sleep between polls. Yielding the core instead would keep the
+# interpreter lock (in Python 3.11): beside two processes that use a core each, rank 0's coordinator then got so little
+# of it that a change of mode took minutes; and with a core for every rank it was no faster (35.6 and 36.0 ms a step).
 _POLL_S = 0.0001
 _LONG_POLL_S = 0.0005
 _LONG_AFTER_S = 0.005
@@ -103,8 +95,6 @@ def wait_all(
                 )
             if waited_s > _LONG_AFTER_S:
                 time.sleep(_LONG_POLL_S)
-            elif collective.core_each:
-                os.sched_yield()
             else:
                 time.sleep(_POLL_S)
         collective.finish(handle)

@@ -47,6 +47,7 @@ class ArrivingParameters:
         gates: Gates in front of the parameters.
         deadline_s: Longest wait for a bucket.
         on_wait: Gets the duration in seconds of every wait of the thread that makes the steps.
+        check_ranks: Called during a wait; raises what makes it pointless, as that another rank's process has ended.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class ArrivingParameters:
         gates: Gates,
         deadline_s: float,
         on_wait: Callable[[float], None] = lambda seconds: None,
+        check_ranks: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check_ranks = check_ranks
         self._engine, self._client, self._gates, self._deadline_s = engine, client, gates, deadline_s
         self._on_wait = on_wait
         self._stepper = 0  # Id of the thread that makes the steps.
@@ -127,6 +130,7 @@ class ArrivingParameters:
             try:
                 return wait()
             except DeadlineError:
+                self._check_ranks()
                 if time.monotonic() > limit_s:
                     raise
 

@@ -108,6 +108,7 @@ class ServerSteps:
         gates: Gates in front of parameters that are still arriving when `step` returns; None if it waits for all.
         compressed: Compresses pushes; None to send them unchanged.
         on_wait: Gets the seconds of every wait of the training thread for such parameters, which is not its own work.
+        check_ranks: See `ArrivingParameters`.
     """
 
     def __init__(
@@ -125,11 +126,13 @@ class ServerSteps:
         gates: Gates | None = None,
         compressed: Compressed | None = None,
         on_wait: Callable[[float], None] = lambda seconds: None,
+        check_ranks: Callable[[], None] = lambda: None,
     ) -> None:
         self.plan = plan
         self.client = client
         self._engine = engine
         self._deadline_s = deadline_s
+        self._check_ranks = check_ranks
         self._on_step = on_step
         self._on_notes = on_notes
         self._plan_of = plan_of
@@ -141,7 +144,7 @@ class ServerSteps:
         made = gates is not None and not engine.streams.devices
         self._arriving: ArrivingParameters | None = None
         if gates is not None and made:
-            self._arriving = ArrivingParameters(engine, client, gates, deadline_s, on_wait)
+            self._arriving = ArrivingParameters(engine, client, gates, deadline_s, on_wait, check_ranks)
         self._begun = False  # Whether this step's push has started within backward, with nothing changed since.
         self._given: dict[int, tuple[int, int]] = {}  # Buckets sent before `step`, with their `_state_of` then.
         # The parameters as received: their version and the client's buffers, until the next push.
@@ -273,6 +276,8 @@ class ServerSteps:
             try:
                 reply = self.client.wait(_LOOK_S, whole=self._arriving is None)
             except DeadlineError:
+                # An update may wait for a part that a rank announced before its process died.
+                self._check_ranks()
                 continue
             if reply.kind == "interrupted":
                 continue

@@ -61,6 +61,7 @@ class ModeServices:
         host: This rank's address.
         send: Sends a control message.
         drivers: The drivers of all optimizers by number; filled by the runtime.
+        check_ranks: See `ArrivingParameters`.
     """
 
     def __init__(
@@ -72,7 +73,9 @@ class ModeServices:
         host: str,
         send: Send,
         drivers: dict[int, StepDriver],
+        check_ranks: Callable[[], None] = lambda: None,
     ) -> None:
+        self._check_ranks = check_ranks
         self._rank = rank
         self._config = config
         self._keyring = keyring
@@ -244,6 +247,7 @@ class ModeServices:
             "on_step": driver.reporter.note_step,
             "on_notes": driver.reporter.note_updates,
             "plan_of": driver.switcher.plan_of,
+            "check_ranks": self._check_ranks,
             "same_session": lambda one, other: self.sessions.same_session(optimizer_id, one, other),
         }
         client = self.sessions.client(optimizer_id, plan)

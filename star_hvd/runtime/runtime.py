@@ -210,8 +210,9 @@ class Runtime:
             self.config, self.rank, self.agent, self._raise_what_ends_waits, self._first_step, self._most_samples
         )
         self.services = ModeServices(
-            self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers
-        )
+            self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers,
+            self._raise_what_ends_waits,
+        )  # fmt: skip
         self.services.start()
         self.agent.start()
         _install_exit_hooks()

@@ -278,8 +278,6 @@ def _done(sample: StepSample, share: float) -> str:
 class Reduces(Protocol):
     """A `star_hvd.engine.collective.Collective`."""
 
-    core_each: bool
-
     def submit(self, name: str, tensor: torch.Tensor) -> int: ...
     def poll(self, handle: int) -> bool: ...
     def finish(self, handle: int) -> None: ...
@@ -294,7 +292,6 @@ class TimedCollective:
     """
 
     def __init__(self, inner: Reduces, timeline: StepTimeline) -> None:
-        self.core_each = inner.core_each
         self._inner, self._timeline = inner, timeline
         self._open: dict[int, int] = {}  # Bucket index by handle.
 

@@ -76,7 +76,6 @@ class HierarchicalCollective:
     def __init__(
         self, flat: Collective, stages: Stages, applies: Callable[[], bool], thread_name: str
     ) -> None:
-        self.core_each = flat.core_each
         self._flat, self._stages, self._applies = flat, stages, applies
         self._changed = ordered_condition("HierarchicalCollective._changed")
         self._flat_handles: dict[int, int] = {}  # By ticket.

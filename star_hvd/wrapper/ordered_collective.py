@@ -53,7 +53,6 @@ class OrderedCollective:
     def __init__(
         self, inner: Collective, streams: Streams, thread_name: str, *, key_of: Callable[[str], str] = str
     ) -> None:
-        self.core_each = inner.core_each
         self._key_of = key_of
         self.most_under_way = 2
         self._inner, self._streams = inner, streams

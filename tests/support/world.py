@@ -57,8 +57,6 @@ class Network:
 class Port:
     """One rank's view of the network."""
 
-    core_each = False
-
     def __init__(self, network: Network, rank: int) -> None:
         self._network, self._rank = network, rank
 

@@ -35,8 +35,6 @@ class Meeting:
 class MemoryCollective:
     """One member's collective."""
 
-    core_each = False
-
     def __init__(self, meeting: Meeting) -> None:
         self._meeting = meeting
         self._uses: dict[str, itertools.count[int]] = {}

@@ -16,7 +16,7 @@ from star_hvd.engine.applier import Applier
 from star_hvd.engine.buckets import Bucket, pack
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.errors import DeadlineError
+from star_hvd.errors import DeadlineError, RankLostError
 from star_hvd.modes.ps_worker import Compressed, ServerSteps, StepInfo
 from star_hvd.ps.worker.exchange import Reply
 from star_hvd.wrapper.forward_gates import ForwardGates
@@ -85,11 +85,17 @@ class Rank:
         self.client, self.infos = FakeClient(len(buckets)), list[StepInfo]()
         self.gates = ForwardGates(lambda index: None) if gated else None
         self.waits_s: list[float] = []
+        self.lost: RankLostError | None = None
         self.steps = ServerSteps(
             self.engine, self.engine.plan, cast(Any, self.client), deadline_s=DEADLINE_S, on_step=self.infos.append,
             on_notes=lambda notes: None, plan_of=lambda plan_id: None, same_session=lambda one, other: True,
             early=True, gates=self.gates, compressed=compressed, on_wait=self.waits_s.append,
+            check_ranks=self.check_ranks,
         )
+
+    def check_ranks(self) -> None:
+        if self.lost is not None:
+            raise self.lost
 
     def backward(self, value: float) -> None:
         for bucket in self.engine.applier.buckets:
@@ -300,3 +306,25 @@ def test_the_end_of_the_mode_waits_for_nothing() -> None:
         assert type(param) is torch.nn.Parameter
         param.detach().fill_(5.0)
     assert rank.model(torch.ones(1, 4)).tolist() == [[8000.0] * 4]
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_wait_for_servers_ends_as_a_rank_is_lost(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("star_hvd.modes.arriving._LOOK_S", 0.01)
+    rank = Rank(gated=gated)
+    if gated:  # The push's result has come, and no parameters do.
+        rank.backward(1.0)
+        rank.steps.step(skip=False)
+    else:
+        monkeypatch.setattr(rank.client, "wait", no_answer)
+        rank.backward(1.0)
+    rank.lost = RankLostError("rank 1 has left the job")
+    with pytest.raises(RankLostError, match="rank 1"):
+        if gated:
+            rank.model(torch.zeros(1, 4))
+        else:
+            rank.steps.step(skip=False)
+
+
+def no_answer(deadline_s: float, *, whole: bool = True) -> Reply:
+    raise DeadlineError("no answer")

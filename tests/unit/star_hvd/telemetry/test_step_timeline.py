@@ -24,8 +24,6 @@ class Clock:
 class Wire:
     """A collective whose reductions end when the test says so."""
 
-    core_each = True
-
     def __init__(self) -> None:
         self.sent: list[str] = []
         self.ended: set[int] = set()
