@@ -1,7 +1,8 @@
-"""An elastic training in which one rank fails: `python -m tests.fault.elastic_job LIBRARY MODE [kill|channel]`.
+"""An elastic training in which one rank fails: `python -m tests.fault.elastic_job LIBRARY MODE [FAULT]`.
 
-It is killed, or one of its waits fails as after a deadline. LIBRARY is `star_hvd`, or `horovod.torch` for a comparison
-by hand.
+FAULT is `kill`, `channel` (one of its waits fails as after a deadline) or `announced` (it is killed after it has
+announced a push to servers and before it has sent any part of it). LIBRARY is `star_hvd`, or `horovod.torch` for a
+comparison by hand.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from star_hvd.config import Config
 from star_hvd.errors import DeadlineError
+from star_hvd.ps.worker.connection import Line, Push
 from star_hvd.runtime import runtime
 from tests.support.launch import write_result
 
@@ -31,6 +35,22 @@ def lose_channel() -> None:
         driver.engine.fail(DeadlineError("an injected failure of the channel"))
 
 
+def die_in_next_push() -> None:
+    """Let the connection to the servers end this process between a push's announcement and its first part."""
+
+    def push(line: Line, given: Push) -> None:
+        line._announce(given)
+        time.sleep(0.5)  # It leaves meanwhile.
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Line._send_push = push  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL), "channel": lose_channel, "announced": die_in_next_push
+}  # fmt: skip
+
+
 def main(library: str, mode: str, fault: str = "kill") -> None:
     hvd: Any = importlib.import_module(library)
     torch.set_num_threads(1)
@@ -38,7 +58,8 @@ def main(library: str, mode: str, fault: str = "kill") -> None:
     torch.manual_seed(1)
     net = torch.nn.Linear(8, 1)
     inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
-    options = {"mode": mode} if library == "star_hvd" else {}
+    # Pushes go as a whole, so that one can be announced and not sent.
+    options = {"mode": mode, "config": Config(background=False)} if library == "star_hvd" else {}
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), **options)
     state = importlib.import_module(f"{library}.elastic").TorchState(net, optimizer, step=0, worlds=[])
     resumed: list[int] = []
@@ -48,10 +69,12 @@ def main(library: str, mode: str, fault: str = "kill") -> None:
     def train(state: Any) -> None:
         nonlocal struck
         resumed.append(state.step)
-        while state.step < STEPS:
-            if int(hvd.size()) == 4 and state.step == STRIKES_AT and int(hvd.rank()) == VICTIM and not struck:
+        until, whole = max(STEPS, state.step + COMMIT_EVERY), int(hvd.size()) == 4
+        while state.step < until or (fault == "announced" and whole):
+            due = optimizer.mode == mode if fault == "announced" else state.step == STRIKES_AT  # Servers have to start.
+            if whole and due and int(hvd.rank()) == VICTIM and not struck:
                 struck = True
-                os.kill(os.getpid(), signal.SIGKILL) if fault == "kill" else lose_channel()
+                FAULTS[fault]()
             time.sleep(0.05 if int(hvd.rank()) == 1 else 0.01)
             optimizer.zero_grad()
             net(torch.randn(4, 8)).square().mean().backward()

@@ -89,6 +89,22 @@ def test_survivors_of_an_elastic_job_go_on_from_their_last_commit(tmp_path: Path
 
 
 @pytest.mark.timeout(ELASTIC_LIMIT_S)
+def test_survivors_do_not_wait_for_a_push_that_its_dead_rank_had_only_announced(tmp_path: Path) -> None:
+    result = run_elastic(
+        "tests.fault.elastic_job",
+        "star_hvd",
+        "ps(4)",
+        "announced",
+        folder=tmp_path,
+        recovered=lambda job: sum(map(bool, job.results)) == 2,
+    )
+    survivors = [r for r in result.results if r]
+    assert len(survivors) == 2, result.tail
+    for facts in survivors:
+        assert facts["size"] == 2 and len(facts["resumed"]) == 2 and facts["step"] > facts["resumed"][-1] > 0
+
+
+@pytest.mark.timeout(ELASTIC_LIMIT_S)
 @pytest.mark.parametrize("mode", ["sync", "partial"])
 def test_an_elastic_job_recovers_from_a_failure_of_the_channel(tmp_path: Path, mode: str) -> None:
     result = run_elastic(
