@@ -15,6 +15,7 @@ import torch
 import star_hvd as hvd
 from star_hvd.runtime import runtime
 from tests.support.launch import write_result
+from tests.support.reasons import names
 from tests.support.signals import PATIENCE_S, mark, marked
 
 STEP_S = 0.02
@@ -50,7 +51,7 @@ def main(steps: int, die: bool) -> None:
         if not said:
             said.append(hvd.explain())
         report = hvd.report()
-        if report is not None and any(f"rank {size - 1}" in plan["reason"] for plan in report.plans):
+        if report is not None and any(names(plan["reason"], size - 1) for plan in report.plans):
             mark("acted")
         acted = acted or marked("acted")
     said.append(hvd.explain())
