@@ -7,17 +7,18 @@ How the parts are used, in order:
     endpoint = server.start(deadline_s)                              # exchanged among all ranks
     layout = Layout.build(buckets, optimizer.param_groups, base, n_servers, chunk_bytes)    # equal on every rank
     spec = OptimizerSpec.of(base, optimizer.param_groups, hyper)     # `hyper` is the worker's HyperRow
-    server.open(engine, session, index, endpoints, layout, plan, spec, version)    # `index` in order of endpoints
-    server.seed(engine, session, snapshot)                           # the same version on every owner; event `seeded`
-    client = Client(rank, engine, session, endpoints, layout, key); client.start()    # on every worker
+    server.open(optimizer_id, session, index, endpoints, layout, plan, spec, version)  # `index` in order of endpoints
+    server.seed(optimizer_id, session, snapshot)                     # one version on every owner; event `seeded`
+    client = Client(rank, optimizer_id, session, endpoints, layout, key); client.start()  # on every worker
     client.push(step=.., version=.., flats=.., weight=.., ...); reply = client.wait(deadline_s)
-    primary.cut(engine, epoch)                                       # event `cut` with the final version
+    server.cut(optimizer_id, plan_id)                                # shard 0; event `cut` with the final version
     client.state(deadline_s)                                         # parameters, optimizer state; also after `cut`
 
 Pushes that arrive before the seed are queued. After a server's death (event `died`): `endpoint =
 server.recover(deadline_s)`, then `client.replace(index, endpoint)` on every worker and `replace(index, endpoint)` on
-the other `ServerProcess`es; nothing is lost and nothing applied twice. `server.member(engine, rank, "lost")` reports to
-shard 0 that a worker died.
+the other `ServerProcess`es; nothing is lost and nothing applied twice. With `server.member(optimizer_id, rank,
+"absent")` no update waits for a worker's next push. One that it has announced and not sent is waited for: if the
+worker's process has ended, the other workers notice that.
 
 Limits: servers do not clip to a norm over all parameters (`max_grad_norm`). After a server's death in an asynchronous
 mode a reply can hold chunks of neighbouring versions; its version is the lowest of them.

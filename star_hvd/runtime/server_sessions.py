@@ -193,7 +193,7 @@ class ServerSessions:
                 self._serves[key] = session.number
                 self._sessions.setdefault(optimizer_id, []).append(session)
                 session.client.reach(session.endpoints)
-                session.client.start()  # Under the lock: whoever finds the session may close it.
+                session.client.start()  # Under the lock: `stop` and `forget` close every session they find.
         if ended:
             session.client.close()
         return not ended
@@ -370,7 +370,7 @@ class ServerSessions:
         logger.warning("rank %d: its parameter server is back after %.1f s", self._rank, time.monotonic() - began_s)
         self._tell(endpoint)
         while (newest := self._process.endpoint) not in (None, endpoint):
-            endpoint = newest  # It died again, and the word of this may have been sent before the one above.
+            endpoint = newest  # It died again, and its newer address may have been sent before the one above.
             self._tell(endpoint)
 
     def _tell(self, endpoint: Endpoint) -> None:

@@ -73,7 +73,7 @@ def check_pull(meta: Mapping[str, Any]) -> None:
 
 
 def check_presence(meta: Mapping[str, Any]) -> None:
-    """Check a rank's report of itself; that it is dead only the owner of the server can say."""
+    """Check a rank's report of itself."""
     if meta.get("what") not in ("absent", "present"):
         raise _refuse("a rank", "presence", meta.get("what"), "absent or present")
 
@@ -117,8 +117,8 @@ def check_order(order: Mapping[str, Any], row_size: int) -> None:
         raise _refuse("an order", "seq", order.get("seq"), "a whole number from 1")
     lists = {"update": ("parts", _is_part), "send": ("to", _is_push)}
     wholes = {
-        "update": ("version",), "send": (), "drop": ("rank", "step"), "skip": ("rank", "step"), "guard": (),
-        "cut": (), "pull": ("rank", "request"), "state": ("rank", "request"),
+        "update": ("version",), "send": (), "drop": ("rank", "step"), "guard": (), "cut": (),
+        "pull": ("rank", "request"), "state": ("rank", "request"),
     }  # fmt: skip
     if not isinstance(kind, str) or kind not in wholes:
         raise _refuse("an order", "op", kind, f"one of {', '.join(wholes)}")

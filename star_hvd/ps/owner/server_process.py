@@ -415,13 +415,13 @@ class ServerProcess:
             self._send({"do": "cut", "engine": optimizer_id, "plan_id": plan_id})
 
     def member(self, optimizer_id: int, rank: int, what: str) -> None:
-        """Report to shard 0 that a rank is `absent`, `present` or `lost` (its process died).
+        """Report to shard 0 that a rank is `absent` or `present`.
 
         Raises:
             ValueError: `what` is something else.
         """
-        if what not in ("absent", "present", "lost"):
-            raise ValueError(f"the state of rank {rank} is {what!r}; expected absent, present or lost")
+        if what not in ("absent", "present"):
+            raise ValueError(f"the state of rank {rank} is {what!r}; expected absent or present")
         with self._changed:
             for opened in self._of(optimizer_id)[-1:]:
                 opened.members[rank] = what

@@ -216,7 +216,7 @@ class Primary:
         self._flush()
 
     def member(self, rank: int, what: str, *, own: bool = False) -> None:
-        """Note that a rank is `absent`, `present` or `lost` (absent, its process is dead).
+        """Note that a rank is `absent` or `present`.
 
         No update waits for a rank that is absent by its own report or by the owner's. The two arrive on different
         connections: the owner's "present" can arrive after the rank has reported that it pushes nothing for now.
@@ -230,12 +230,10 @@ class Primary:
         Raises:
             ChannelError: There is no such rank or state.
         """
-        memory, states = self._memory, ("absent", "present", "lost")
+        memory = self._memory
         self._check_rank(rank)
-        if what not in states:
-            raise ChannelError(f"the state of rank {rank} is {what!r}; expected one of {', '.join(states)}")
-        if what == "lost":
-            self._lose(rank)
+        if what not in ("absent", "present"):
+            raise ChannelError(f"the state of rank {rank} is {what!r}; expected absent or present")
         said = memory.inactive if own else memory.silent
         (said.discard if what == "present" else said.add)(rank)
         self._take((memory.rule.absent if rank in self._absent else memory.rule.present)(rank))
@@ -435,15 +433,6 @@ class Primary:
             self._order({"op": "send", "to": [[rank, step]], "only": shard})
         self._to_answer.append((rank, step, push_result))
         self._flush()
-
-    def _lose(self, rank: int) -> None:
-        """Have the shards skip the chunks that a dead rank announced but did not send."""
-        for each, step in list(self._unfed):
-            if each == rank:
-                del self._unfed[each, step]
-        steps = {self._memory.applied.get(rank, -1), self._memory.fed.get(rank, (-1, {}))[0]}
-        for step in sorted(steps - {-1}):
-            self._order({"op": "skip", "rank": rank, "step": step})
 
     # ---- what goes out ------------------------------------------------------------------------------------
 

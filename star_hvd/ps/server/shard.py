@@ -99,7 +99,6 @@ class Shard:
         self._seen: dict[PushId, set[int]] = {}
         self._parts: dict[tuple[int, int, int], Assembly] = {}
         self._over: dict[int, int] = {}
-        self._skipped: set[PushId] = set()
         self._seq = 0
         self._unseeded = set(self.stores)
         self._cut = False
@@ -263,7 +262,7 @@ class Shard:
             return
         self._seq = order["seq"]
         kind = order["op"]
-        if kind in ("drop", "skip", "guard"):
+        if kind in ("drop", "guard"):
             self._at_once(order)
         if not self.stores:
             self._done(order["seq"])
@@ -278,10 +277,6 @@ class Shard:
         if order["op"] == "drop":
             self._over[rank] = max(step, self._over.get(rank, -1))
             self._staged.pop((rank, step), None)
-        elif order["op"] == "skip":
-            self._skipped.add((rank, step))
-            for chunk in self._queues:
-                self._run(chunk)
         else:
             self._guard = bool(order["on"])
             self._watch(self._guard)
@@ -325,20 +320,13 @@ class Shard:
 
     def _update(self, order: dict[str, Any], store: ChunkStore) -> bool:
         chunk = store.chunk.index
-        factors, buffers, left_out = [], [], 0.0
+        factors, buffers = [], []
         for rank, step, factor in order["parts"]:
             gradient = self._staged.get((rank, step), {}).get(chunk)
-            if gradient is not None:
-                factors.append(factor)
-                buffers.append(gradient)
-            elif (rank, step) in self._skipped:
-                left_out += factor
-            else:
+            if gradient is None:
                 return False
-        if left_out and sum(factors):
-            # The rank died before it sent this chunk: scale the other factors up to the same sum.
-            scale = 1.0 + left_out / sum(factors)
-            factors = [factor * scale for factor in factors]
+            factors.append(factor)
+            buffers.append(gradient)
         store.apply(factors, buffers, order.get("row"))
         store.seq = order["seq"]
         for rank, step, _ in order["parts"]:
@@ -357,7 +345,6 @@ class Shard:
             for rank, step, _ in order["parts"]:
                 self._staged.pop((rank, step), None)
                 self._seen.pop((rank, step), None)
-                self._skipped.discard((rank, step))
                 self._over[rank] = max(step, self._over.get(rank, -1))
         elif order["op"] == "cut":
             self._cut = True

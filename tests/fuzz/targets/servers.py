@@ -260,7 +260,7 @@ def _orders(draw: random.Random) -> bytes:
             (
                 {"op": "update", "version": seq - 1, "parts": [[rank, seq, 1.0]], "row": None, "send": [[rank, seq]]},
                 {"op": "send", "to": [[rank, seq]]}, {"op": "drop", "rank": rank, "step": seq},
-                {"op": "skip", "rank": rank, "step": seq}, {"op": "guard", "on": True},
+                {"op": "guard", "on": True},
                 {"op": "pull", "rank": rank, "request": 7, "known": draw.choice((None, 0, seq)), "empty": seq % 3 == 0},
                 {"op": "state", "rank": rank, "request": 7},
                 {"op": "cut", "version": seq},

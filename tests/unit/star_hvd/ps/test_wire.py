@@ -213,7 +213,7 @@ ABSURD = [
     (Kind.PUSH, (1 << 32) - 1, PUSH),
     (Kind.PRESENCE, 2, {"what": "absent"}),
     (Kind.PRESENCE, 1, {"what": "nonsense"}),
-    (Kind.PRESENCE, 1, {"what": "lost"}),  # Its pushes would be left out of updates; only the owner can say this.
+    (Kind.PRESENCE, 1, {"what": "lost"}),  # No word that a rank says.
     (Kind.ARRIVED, 1, {"rank": float("inf"), "products": None}),  # An OverflowError likewise.
     (Kind.ARRIVED, 1, {"rank": 1, "products": [1.0]}),  # An IndexError.
     (Kind.ARRIVED, 1, {"rank": 1 << 40, "products": None}),
