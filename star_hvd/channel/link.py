@@ -248,6 +248,10 @@ class Router:
         self._flush(identity, stream)
         return None if message is None else [frames[0], *message]
 
+    def refuse(self, identity: bytes) -> None:
+        """Take back the message that `receive` has just yielded, for which there is no room now; it will come again."""
+        self._streams[identity].refuse()
+
     def forget(self, prefix: bytes) -> None:
         """Delete peers whose identity begins with `prefix`, once they have acknowledged everything or after 30 s."""
         limit_s = time.monotonic() + _FORGET_S

@@ -275,6 +275,14 @@ class Stream:
         self._signal(kind, extra, ack, body, now_s)
         return None
 
+    def refuse(self) -> None:
+        """Take back the message that `receive` has just returned: it is not acknowledged, and the peer resends it.
+
+        For a message that the application has no room for now. What follows it is dropped as after any gap, until the
+        peer's next probe shows what is missing.
+        """
+        self._received -= 1
+
     # ---- inside -------------------------------------------------------------------------------------------
 
     def _new_peer(self, source: int) -> bool:

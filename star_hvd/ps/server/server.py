@@ -39,6 +39,7 @@ from star_hvd.ps.common.record import Record
 from star_hvd.ps.common.validation import check_presence, check_products, check_pull, check_push, is_whole
 from star_hvd.ps.common.wire import Header, Kind, pack, read_meta, unpack
 from star_hvd.ps.server.chunk_store import ChunkStore
+from star_hvd.ps.server.early_messages import EarlyMessages
 from star_hvd.ps.server.no_compiler import leave_out
 from star_hvd.ps.server.outbox import Outbox
 from star_hvd.ps.server.primary import Links, Primary
@@ -50,7 +51,6 @@ logger = logging.getLogger("star_hvd")
 
 _BATCH = 64  # Messages taken from one socket before the others are served.
 _LOGGED = 10  # Dropped messages that are logged; further ones are only counted.
-_EARLY_MESSAGES, _EARLY_KEYS = 4096, 64  # Limits over all sessions that are not open yet.
 _BETWEEN = frozenset((Kind.JOIN, Kind.ARRIVED, Kind.DONE, Kind.ORDER))  # From shard to shard.
 _CONFIG_S = 600.0  # Longest wait for the owner's configuration.
 _FLUSH_S = 2.0  # Longest wait for the owner to read the last events.
@@ -258,7 +258,7 @@ class Server:
         self._pipe = pipe
         self._jobs: dict[Key, _Job] = {}
         self._links: dict[Dealer, _Job] = {}
-        self._early: dict[Key, list[list[Any]]] = {}
+        self._early = EarlyMessages()
         self._poller = zmq.Poller()
         self._poller.register(self.socket.router, zmq.POLLIN)
         self._poller.register(pipe.fileno(), zmq.POLLIN)
@@ -365,18 +365,26 @@ class Server:
         return len(self._early)
 
     def _keep(self, key: Key, frames: list[Any]) -> None:
-        """Queue a message whose session is not open here yet; raise if the session is over or the queue is full."""
+        """Queue a message whose session is not open here yet.
+
+        Where the queue is full, the message is not acknowledged, and its sender repeats it: a restarted server may get
+        a large push before its owner has opened the session.
+
+        Raises:
+            ChannelError: The session is over.
+        """
         newest = max((session for engine, session in self._jobs if engine == key[0]), default=-1)
-        held = sum(map(len, self._early.values()))
-        if key[1] <= newest or held >= _EARLY_MESSAGES:
-            raise ChannelError(f"a message is for optimizer {key[0]}, session {key[1]}, which is not open here")
-        if key not in self._early and len(self._early) >= _EARLY_KEYS:
-            self._drop_early(next(iter(self._early)))  # The oldest: its plan was abandoned.
-        self._early.setdefault(key, []).append(frames)
+        if key[1] <= newest:
+            raise ChannelError(f"a message is for optimizer {key[0]}, session {key[1]}, which is over here")
+        surplus = self._early.surplus(key)
+        if surplus is not None:
+            self._drop_early(surplus)  # Its plan was abandoned.
+        if not self._early.add(key, frames):
+            self.peers.refuse(frames[0].bytes)
 
     def _drop_early(self, key: Key) -> None:
         """Forget the queued messages of a session that will not be opened, and their senders' streams."""
-        del self._early[key]
+        self._early.pop(key)
         for kind in (b"W", b"S"):
             self.outbox.forget(session_prefix(kind, *key))
 
@@ -446,8 +454,8 @@ class Server:
         if key in self._jobs:
             raise ChannelError(f"optimizer {key[0]} is open here already in session {key[1]}")
         self._jobs[key] = _Job(self, message, mirror, bool(message["recover"]))
-        early = self._early.pop(key, [])
-        for old in [each for each in self._early if each[0] == key[0] and each[1] < key[1]]:
+        early = self._early.pop(key)
+        for old in self._early.older(key):
             self._drop_early(old)
         for frames in early:
             self._guarded(lambda frames=frames: self._message(frames))  # type: ignore[misc]

@@ -28,6 +28,7 @@ class End:
         self.sent: list[bytes] = []
         self.got: list[bytes] = []
         self.counter = 0
+        self.full = False  # Has no room for a message at present.
 
     def flush(self) -> None:
         self.wire.extend(self.stream.emitted())
@@ -43,6 +44,9 @@ class End:
         message = self.stream.receive(frames, now_s)
         if message is not None:
             assert message[1] == b"payload"
+            if self.full:
+                self.stream.refuse()
+                return self.flush()
             self.got.append(message[0])
         self.flush()
 
@@ -100,6 +104,7 @@ class Network:
         """From now on nothing is lost; everything arrives within a bounded time."""
         if not self.up:
             self.connect()
+        self.client.full = self.server.full = False
         for _ in range(40):
             for _ in range(10):  # A frame that answers a frame that answers a frame: there is an end to it.
                 self.deliver(self.client, 1 << 30)
@@ -117,7 +122,7 @@ class Network:
 
 
 class Machine(RuleBasedStateMachine):
-    """Any interleaving of sends, cuts, delays, duplicates, reorderings and restarts."""
+    """Any interleaving of sends, cuts, delays, duplicates, reorderings, restarts and refused messages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,6 +138,10 @@ class Machine(RuleBasedStateMachine):
     def deliver(self, from_client: bool, count: int) -> None:
         if self.net.up:
             self.net.deliver(self.net.client if from_client else self.net.server, count)
+
+    @rule(of_client=st.booleans(), full=st.booleans())
+    def full(self, of_client: bool, full: bool) -> None:
+        (self.net.client if of_client else self.net.server).full = full
 
     @rule()
     def cut(self) -> None:

@@ -267,3 +267,32 @@ def test_messages_for_sessions_that_never_open_are_few() -> None:
         # The oldest give way: their plans were given up, while a new session's HELLO has been acknowledged.
         assert server.early_sessions == 64 and server.malformed == 0
         context.destroy(linger=0)
+
+
+def test_messages_for_a_session_that_is_not_open_yet_are_never_lost() -> None:
+    """More of them than a server keeps are not acknowledged, and come again once the session is open."""
+    with cluster(Plan.ps(1, 1)) as made:
+        context, server = zmq.Context(), made.server_of(0)
+        server.socket.expect(200)
+        early = member(made, context, worker_identity(0, 1, 0))
+        early.send([pack(Header(Kind.HELLO, 0, 1, 0)), b""])
+        total = 4500
+        for step in range(total):
+            early.send([pack(Header(Kind.PULL, 0, 1, 0, step=step)), msgpack.packb({"empty": True})])
+        limit_s = time.monotonic() + DEADLINE_S
+        while early.stream.acknowledged < 4096 and time.monotonic() < limit_s:
+            list(early.receive())
+            early.tick()
+            time.sleep(0.001)
+        assert early.stream.acknowledged == 4096
+        made.open(1)
+        made.seed(1)
+        answers: list[tuple[int, int]] = []
+        wanted = {(chunk.index, step) for chunk in made.layout.chunks for step in range(total)}
+        while len(answers) < len(wanted) and time.monotonic() < limit_s:
+            headers = [unpack(frames[0]) for frames in early.receive() if isinstance(frames, list)]
+            answers += [(header.chunk, header.step) for header in headers]
+            early.tick()
+            time.sleep(0.001)
+        assert len(answers) == len(wanted) and set(answers) == wanted and server.malformed == 0
+        context.destroy(linger=0)
