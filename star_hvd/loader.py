@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from scheduler.rules.leasing import Span, without
+from scheduler.rules.runs import Span, without
 from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd.channel.messages.microbatches import MicrobatchOpen
 from star_hvd.config import Config

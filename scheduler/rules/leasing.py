@@ -18,8 +18,9 @@ A rank whose worker processes load batches ahead (`ahead`) holds up to twice as 
 of the epoch, but never more than its share of the remaining positions: with fewer it would have to request each of the
 last batches.
 
-With batch shares (`LeaseQueue.entitle`) one number per rank replaces these rules: how many positions of the epoch the
-rank gets in total. All ranks then take their share in every step and end at the same step.
+With batch shares (`LeaseQueue.deal`) these rules do not apply: all positions are dealt in rows
+(`scheduler.rules.runs`), and every rank holds its part of all steps. All ranks then take their share in every step and
+end at the same step; only what a rank gives back, since it leaves its loop for example, is handed out behind that.
 
 A position is always in exactly one state: free, held by one rank, or begun by one rank. A begun position changes state
 only if the rank reports that it was never delivered (`undone`: its loop was left while batches were loading).
@@ -34,7 +35,10 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["LEASE_S", "Answer", "LeaseQueue", "Span", "joined", "without"]
+from scheduler.balance.batch_shares import divide
+from scheduler.rules.runs import Run, Span, behind, dealt, first, joined, positions, run_of, samples, spans, without
+
+__all__ = ["LEASE_S", "Answer", "LeaseQueue"]
 
 LEASE_S = 80.0
 """More than twice the time a coordinator may be unreachable without effect (30 s): a rank requests more when half is
@@ -55,34 +59,6 @@ _INTERVALS = 5
 _SLOW = 1.25
 """A rank whose batch time is at least this multiple of the fastest rank's does not get its share rounded up."""
 
-Span = tuple[int, int]
-
-
-def joined(spans: Iterable[Span]) -> list[Span]:
-    """The same positions in order, in as few spans as possible."""
-    found: list[Span] = []
-    for start, stop in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        elif stop > start:
-            found.append((start, stop))
-    return found
-
-
-def without(spans: Iterable[Span], gone: Iterable[Span]) -> list[Span]:
-    """The positions of `spans` that are not in `gone`."""
-    found, holes = [], joined(gone)
-    for start, stop in joined(spans):
-        for begin, end in holes:
-            if end > start and begin < stop:
-                if begin > start:
-                    found.append((start, begin))
-                start = max(start, end)
-        if start < stop:
-            found.append((start, stop))
-    return found
-
-
 class Answer(enum.Enum):
     """The answer to a rank that gets no span."""
 
@@ -96,9 +72,9 @@ class _Holder:
     """State of one rank.
 
     Attributes:
-        held: Spans not begun, in the order in which it begins them.
-        begun: Positions it has begun.
-        done: The spans of these positions.
+        held: Positions not begun, in the order in which it begins them.
+        begun: Number of positions it has begun.
+        done: These positions.
         ahead: Batches that its workers load ahead.
         load_s: Seconds from requesting a batch to its arrival, if none is being loaded.
         undelivered: Positions it has begun that may still come back.
@@ -112,11 +88,12 @@ class _Holder:
         waits: It holds nothing and waits for positions that others return, or for the end.
         idle: Its training thread waits for them as well.
         recalled_at: `LeaseQueue._progress` when it was last asked to return positions.
+        untold: It does not know yet what it was dealt, as it has not asked.
     """
 
-    held: deque[Span] = field(default_factory=deque)
+    held: list[Run] = field(default_factory=list)
     begun: int = 0
-    done: list[Span] = field(default_factory=list)
+    done: list[Run] = field(default_factory=list)
     ahead: int = 0
     load_s: float = 0.0
     undelivered: int = 0
@@ -130,6 +107,7 @@ class _Holder:
     waits: bool = False
     idle: bool = False
     recalled_at: int = -1
+    untold: bool = False
 
     @property
     def pace_s(self) -> float:
@@ -176,7 +154,7 @@ class LeaseQueue:
         self._free: deque[Span] = deque(without([(0, stop)], done))
         self._holders = [_Holder() for _ in range(world_size)]
         self._lease_s = lease_s
-        self._totals: tuple[int, ...] | None = None
+        self._rows = False  # Whether ranks hold their parts of all rows.
         self._progress = 0  # Counts the events after which another recall from the same rank may be useful.
 
     @property
@@ -186,7 +164,7 @@ class LeaseQueue:
 
     def held(self, rank: int) -> int:
         """Positions that a rank holds and has not begun, by its last report."""
-        return sum(stop - start for start, stop in self._holder(rank).held)
+        return samples(self._holder(rank).held)
 
     def forecast(self, rank: int, seconds_per_batch: float) -> None:
         """Set a rank's seconds per batch, which overrides the pace measured from its requests.
@@ -198,15 +176,60 @@ class LeaseQueue:
             raise ValueError(f"forecast of rank {rank} is {seconds_per_batch} s; expected a positive number")
         self._holder(rank).forecast_s = seconds_per_batch
 
-    def entitle(self, totals: Sequence[int] | None) -> None:
-        """Set how many positions of the epoch each rank gets in total; None for as many as it can process.
+    def dealable(self, planned: Sequence[int]) -> bool:
+        """Whether `deal` is possible: no rank is about to give positions back, or has begun more than planned."""
+        return not any(
+            each.recalled or (count < each.begun and not each.ended)
+            for each, count in zip(self._holders, planned, strict=True)
+        )
+
+    def deal(self, shares: Sequence[int], planned: Sequence[int]) -> list[tuple[int, list[Run]]]:
+        """Deal the rest of the epoch in rows, or end that.
+
+        Every rank keeps what it takes before the change; what it holds beyond that is dealt with what no rank holds.
+
+        Args:
+            shares: Positions of each rank in a row; empty to hand positions out on request again. A short last row is
+                divided in the same proportion.
+            planned: Positions of the epoch that each rank takes before the change, those it has begun included.
+
+        Returns:
+            The ranks to tell, and what each of them gets behind the first `planned` positions it was given. The others
+            are told when they ask.
 
         Raises:
-            ValueError: Not one number for each rank.
+            ValueError: Not one number for each rank, or not `dealable`; nothing is changed.
         """
-        if totals is not None and len(totals) != len(self._holders):
-            raise ValueError(f"{len(totals)} totals for {len(self._holders)} ranks; expected one for each")
-        self._totals = None if totals is None else tuple(totals)
+        if not len(planned) == len(shares or planned) == len(self._holders):
+            raise ValueError(f"{len(shares)} shares and {len(planned)} plans for {len(self._holders)} ranks")
+        if not self.dealable(planned):
+            raise ValueError(f"ranks that take {list(planned)} positions before cannot be dealt rows now")
+        kept = [max(0, count - each.begun) for each, count in zip(self._holders, planned, strict=True)]
+        rest = [run for each, keep in zip(self._holders, kept, strict=True) for run in behind(each.held, keep)]
+        pool = [run_of(span) for span in positions([*map(run_of, self._free), *rest])]
+        found: list[list[Run]] = []
+        for each, keep in zip(self._holders, kept, strict=True):
+            each.held = first(each.held, keep)
+            lacks = 0 if each.ended else keep - samples(each.held)  # It would have asked for them.
+            found.append(first(pool, lacks))
+            pool = behind(pool, lacks)
+        self._rows, free = bool(shares), spans(pool)
+        if shares:
+            last = divide(sum(stop - start for start, stop in free) % sum(shares), shares)
+            for own, part in zip(found, dealt(free, shares, last), strict=True):
+                own += part
+            free = [span for own, each in zip(found, self._holders, strict=True) if each.ended for span in spans(own)]
+        self._free = deque(free)
+        return [(rank, own) for rank, own in enumerate(found) if self._gives(self._holders[rank], own)]
+
+    @staticmethod
+    def _gives(holder: _Holder, own: list[Run]) -> bool:
+        """Let a rank hold what it was dealt. Return whether it is to be told."""
+        if holder.ended:
+            return False
+        holder.held += own
+        holder.untold = math.isnan(holder.heard_s) and bool(holder.held)
+        return not math.isnan(holder.heard_s)
 
     def ask(
         self,
@@ -218,7 +241,7 @@ class LeaseQueue:
         undelivered: int = 0,
         idle: bool = False,
         again: bool = False,
-    ) -> Span | Answer:
+    ) -> list[Run] | Answer:
         """Record a rank's request and return the answer; a rank told `LATER` asks again when it becomes idle.
 
         Args:
@@ -235,11 +258,14 @@ class LeaseQueue:
             ValueError: `begun` is impossible; nothing is changed.
         """
         holder = self._holder(rank)
-        first = math.isnan(holder.heard_s)
+        arrives = math.isnan(holder.heard_s)
         self._confirm(rank, begun, now_s)
-        self._progress += first or (idle and not holder.idle)
+        self._progress += arrives or (idle and not holder.idle)
         holder.idle = idle
         holder.ahead, holder.load_s, holder.undelivered = ahead, load_s, undelivered
+        if holder.untold:
+            holder.untold = False
+            return list(holder.held)
         if again and not holder.waits:
             return Answer.WAIT
         if holder.ended:
@@ -278,17 +304,18 @@ class LeaseQueue:
         count, held = begun - holder.begun, self.held(rank)
         if not 0 <= kept <= max(0, held - count):
             raise ValueError(f"rank {rank} says it keeps {kept} samples; it held {held} and has begun {count} of them")
-        if without(undone, [*holder.done, *self._first_held(holder, count)]):
+        if undone and without(undone, spans([*holder.done, *first(holder.held, count)])):
             raise ValueError(f"rank {rank} gives back samples that it had not begun")
         self._confirm(rank, begun, now_s)
         holder.undelivered = undelivered
         if not unasked:
             holder.recalled = False
             holder.keeps = kept if kept > holder.keep else 0
-        self._free.extendleft(reversed(self._behind(holder, kept)))
+        self._free.extendleft(reversed(spans(behind(holder.held, kept))))
+        holder.held = first(holder.held, kept)
         if undone:
             self._progress += 1
-            holder.done = without(holder.done, undone)
+            holder.done = [run_of(span) for span in without(spans(holder.done), undone)]
             self._free.extendleft(reversed(undone))
 
     @property
@@ -300,13 +327,13 @@ class LeaseQueue:
         """Remove a rank, which begins no more positions; those it holds become free."""
         holder = self._holder(rank)
         self._progress += 1
-        self._free.extendleft(reversed(holder.held))
-        holder.held.clear()
+        self._free.extendleft(reversed(spans(holder.held)))
+        holder.held = []
         holder.undelivered = 0
-        holder.ended, holder.recalled, holder.waits = True, False, False
+        holder.ended, holder.recalled, holder.waits, holder.untold = True, False, False, False
 
-    def answers(self, now_s: float) -> Iterator[tuple[int, Span | Answer]]:
-        """Yield answers for the waiting ranks: a span, or the end of the epoch."""
+    def answers(self, now_s: float) -> Iterator[tuple[int, list[Run] | Answer]]:
+        """Yield answers for the waiting ranks: positions, or the end of the epoch."""
         waiting = [rank for rank, each in enumerate(self._holders) if each.waits and not each.recalled]
         pace_s = {rank: self._holders[rank].pace_s for rank in waiting}
         idle = {rank: self._holders[rank].idle for rank in waiting}
@@ -321,9 +348,7 @@ class LeaseQueue:
     def recalls(self, now_s: float) -> Iterator[tuple[int, int]]:
         """Yield the ranks to ask now for positions they have not begun, and how many each of them keeps."""
         waiting = [holder for holder in self._holders if holder.waits]
-        if self._totals is not None:
-            yield from self._recalls_of_shares()
-        elif waiting and not self._free:
+        if waiting and not self._free and not self._rows:
             for rank, holder in enumerate(self._holders):
                 gains = [each for each in waiting if self._would_gain(each, holder, now_s)]
                 if gains and not holder.recalled and holder.recalled_at != self._progress:
@@ -350,96 +375,54 @@ class LeaseQueue:
         if count:
             self._progress += 1
             holder.keeps = max(0, holder.keeps - count)
-            taken = self._first_held(holder, count)
-            holder.held = deque(self._behind(holder, count))
-            holder.done = joined([*holder.done, *taken])
+            holder.done += first(holder.held, count)
+            holder.held = behind(holder.held, count)
 
-    def _first_held(self, holder: _Holder, count: int) -> list[Span]:
-        """The first `count` positions that a rank holds."""
-        found = []
-        for start, end in holder.held:
-            if count > 0:
-                found.append((start, min(end, start + count)))
-                count -= end - start
-        return found
-
-    def _behind(self, holder: _Holder, count: int) -> list[Span]:
-        """Truncate a rank's held positions to the first `count` and return the rest."""
-        first = self._first_held(holder, count)
-        rest, skipped = [], count
-        for start, end in holder.held:
-            begin = min(end, start + max(0, skipped))
-            skipped -= end - start
-            if begin < end:
-                rest.append((begin, end))
-        holder.held = deque(first)
-        return rest
-
-    def _wanted(self, rank: int) -> int:
-        """Positions missing from a rank's share of the epoch, beyond those begun or held; negative if it holds more."""
-        assert self._totals is not None
-        return self._totals[rank] - self._holders[rank].begun - self.held(rank)
-
-    def _recalls_of_shares(self) -> Iterator[tuple[int, int]]:
-        """Yield ranks that hold more than their share while another has too little, and what each keeps."""
-        ranks = range(len(self._holders))
-        if not self._free and any(self._holders[r].waits and self._wanted(r) > 0 for r in ranks):
-            for rank in ranks:
-                holder = self._holders[rank]
-                held, surplus = self.held(rank), -self._wanted(rank)
-                if held > holder.keeps and not holder.recalled and surplus > 0:
-                    holder.recalled, holder.keep = True, max(0, held - surplus)
-                    yield rank, holder.keep
-
-    def _decide_share(self, rank: int) -> Span | Answer:
-        """Give a rank half of what is left of its share of the epoch; toward the end all of it."""
-        holder, wanted = self._holders[rank], self._wanted(rank)
-        if wanted > 0 and self._free:
-            least = max(_FIRST, 2 * holder.ahead) * self.batch_size
-            holder.held.append(self._pop(wanted if wanted <= least else max(least, wanted // 2)))
-            return holder.held[-1]
-        others = [r for r, each in enumerate(self._holders) if not each.ended and r != rank]
-        surplus = (self._wanted(other) < 0 and self._holders[other].held for other in others)
-        missing = wanted > 0 and any(surplus)  # A recall brings it back from there.
-        if (holder.held or holder.undelivered) and not missing:
+    def _decide_in_rows(self, rank: int) -> list[Run] | Answer:
+        """Give a rank that has had its part of all rows what others leave over."""
+        holder = self._holders[rank]
+        if holder.held or holder.undelivered:
             return Answer.LATER
-        if self._free and all(self._wanted(other) <= 0 for other in others):
-            holder.held.append(self._pop(self.batch_size))  # Left over from a rank that left its loop.
-            return holder.held[-1]
+        if self._free:
+            return self._lease(holder, 1)
+        return self._wait_or_end(holder)
+
+    def _wait_or_end(self, holder: _Holder) -> Answer:
         if self._free or any(each.held or each.undelivered for each in self._holders):
             holder.waits = True
             return Answer.WAIT
         holder.ended = True
         return Answer.END
 
-    def _decide(self, rank: int, now_s: float) -> Span | Answer:
-        if self._totals is not None:
-            return self._decide_share(rank)
+    def _decide(self, rank: int, now_s: float) -> list[Run] | Answer:
+        if self._rows:
+            return self._decide_in_rows(rank)
         holder, held = self._holders[rank], self._batches(self._holders[rank].held)
         if self._free:
             wanted = self._allowed(rank, now_s) - held
             if wanted < 1 and not held and not self._others_finish_first(rank, now_s):
                 wanted = 1
             if wanted >= 1:
-                holder.held.append(self._pop(wanted * self.batch_size))
-                return holder.held[-1]
+                return self._lease(holder, wanted)
         if held or holder.undelivered:
             return Answer.LATER
-        if self._free or any(each.held or each.undelivered for each in self._holders):
-            holder.waits = True
-            return Answer.WAIT
-        holder.ended = True
-        return Answer.END
+        return self._wait_or_end(holder)
 
-    def _batches(self, spans: deque[Span]) -> int:
-        return sum(-(-(stop - start) // self.batch_size) for start, stop in spans)
+    def _batches(self, runs: Iterable[Run]) -> int:
+        return sum(-(-run.size * run.pieces // self.batch_size) for run in runs)
 
-    def _pop(self, count: int) -> Span:
-        start, end = self._free.popleft()
-        stop = min(end, start + count)
-        if stop < end:
-            self._free.appendleft((stop, end))
-        return start, stop
+    def _lease(self, holder: _Holder, batches: int) -> list[Run]:
+        """Give a rank the first free positions, `batches` batches at most."""
+        found, left = list[Run](), batches * self.batch_size
+        while self._free and left > 0:
+            start, end = self._free.popleft()
+            stop = min(end, start + left)
+            if stop < end:
+                self._free.appendleft((stop, end))
+            found.append(run_of((start, stop)))
+            left -= stop - start
+        holder.held += found
+        return found
 
     def _allowed(self, rank: int, now_s: float) -> int:
         """Batches a rank may hold: half its share of what is left, at most `lease_s` seconds of its work.
@@ -449,7 +432,7 @@ class LeaseQueue:
         overlap it.
         """
         own_s = self._holders[rank].pace_s
-        left = self._batches(self._free) + sum(self._holds_now(each, now_s) for each in self._holders)
+        left = self._batches(map(run_of, self._free)) + sum(self._holds_now(each, now_s) for each in self._holders)
         most, rate, ahead = _FIRST, 1.0, self._holders[rank].ahead
         slowness = 1.0
         if not math.isnan(own_s):
@@ -500,7 +483,7 @@ class LeaseQueue:
 
     def _would_gain(self, waiting: _Holder, holder: _Holder, now_s: float) -> bool:
         """Whether the waiting rank would finish the holder's last batch before the holder."""
-        if holder is waiting or holder.ended or sum(stop - start for start, stop in holder.held) <= holder.keeps:
+        if holder is waiting or holder.ended or samples(holder.held) <= holder.keeps:
             return False
         if not waiting.begun and not waiting.idle:
             return False  # It does not train yet.
@@ -521,7 +504,7 @@ class LeaseQueue:
             return False
         # A rank requests more when it begins the last batch it holds.
         end_s = now_s + (2.0 if holder.begun else 1.0) * holder.pace_s
-        batches, needed = 0, self._batches(self._free)
+        batches, needed = 0, self._batches(map(run_of, self._free))
         for other, each in enumerate(self._holders):
             pace_s = each.pace_s
             if other == rank or each.ended or each.waits or math.isnan(each.heard_s) or math.isnan(pace_s):

@@ -34,8 +34,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.rules.leasing import Span
 from scheduler.rules.passes import PassTimes, earliest_end, pass_sizes, spread
+from scheduler.rules.runs import Span
 from scheduler.rules.step_layout import LONGEST, StepLayout
 
 __all__ = ["TRANSFER_S", "Action", "Kind", "MicrobatchPool", "forecast_shares", "moves", "stolen_makespan"]

@@ -6,7 +6,7 @@ import bisect
 import itertools
 from collections.abc import Iterable
 
-from scheduler.rules.leasing import Span, joined, without
+from scheduler.rules.runs import Span, joined, without
 
 __all__ = ["LONGEST", "StepLayout", "grain"]
 

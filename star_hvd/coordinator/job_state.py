@@ -116,7 +116,10 @@ class JobState:
         self._leases = LeaseService(world_size, lambda to, message: self.outbox.append((to, message)))
         self.microbatches = MicrobatchService(world_size, lambda to, message: self.outbox.append((to, message)))
         self.shares = ShareControl(world_size, self._broadcast)
-        self._leases.totals = self.shares.state.opens
+        self._leases.shares, deal = self.shares.state.opens, self._leases.deal
+        self.shares.state.deal = lambda loader, change, now_s: deal(
+            loader, change.epoch, change.shares, change.planned, now_s
+        )
         self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
         self._last_seen_s = [now_s] * world_size
         self._sent_bye = False
@@ -358,10 +361,9 @@ class JobState:
 
     def _share_ready(self, rank: int, message: ShareReady, now_s: float) -> None:
         optimizer = self._fed
-        change = self.shares.ready(rank, message, 0 if optimizer is None else optimizer.rule.step + 1)
+        change = self.shares.ready(rank, message, 0 if optimizer is None else optimizer.rule.step + 1, now_s)
         if change is None or optimizer is None:
             return
-        self._leases.entitle(self.shares.state.loader, change.epoch, change.totals, change.later, now_s)
         logger.info("step %d: %s", change.step, self.shares.sentence() or "all ranks get equal batches")
         optimizer.shares_changed(change.step, change.shares, self.shares.sentence())
 

@@ -10,8 +10,9 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from scheduler.rules.leasing import Answer, LeaseQueue, Span, joined
+from scheduler.rules.leasing import Answer, LeaseQueue
 from scheduler.rules.microbatches import Action, Kind, MicrobatchPool
+from scheduler.rules.runs import Run, Span, joined
 from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import (
@@ -39,9 +40,9 @@ __all__ = ["LeaseService", "MicrobatchService", "flat", "spans_of"]
 Key = tuple[int, int]  # Loader and epoch.
 
 
-def flat(spans: Iterable[Span]) -> list[int]:
-    """Return starts and stops in one list, as in messages."""
-    return [bound for span in spans for bound in span]
+def flat(rows: Iterable[Span | Run]) -> list[int]:
+    """Return the numbers of spans or runs in one list, as in messages."""
+    return [number for row in rows for number in row]
 
 
 def spans_of(bounds: list[int]) -> list[Span]:
@@ -81,8 +82,8 @@ class LeaseService:
         self._world_size = world_size
         self._send = send
         self._queues: dict[Key, LeaseQueue] = {}
-        # Samples that each rank gets of a new epoch, by its number of samples; None for as many as it can process.
-        self.totals: Callable[[LeaseAsk, int], Sequence[int] | None] = lambda message, samples: None
+        # Batch shares with which a new epoch starts, by its number of samples; empty without.
+        self.shares: Callable[[LeaseAsk, int], Sequence[int]] = lambda message, samples: ()
         self._pace_s: dict[tuple[int, int], float] = {}  # Seconds per batch, by loader and rank.
         self._orders: dict[Key, tuple[int, int]] = {}  # Digest of the order, and the rank that reported it.
         self._done: dict[Key, list[Span]] = {}  # What was consumed before an epoch was interrupted.
@@ -108,7 +109,7 @@ class LeaseService:
         key = (message.loader, message.epoch)
         refused = self._compare(rank, key, message)
         if refused:
-            self._send(rank, Lease(*key, 0, 0, True, refused))
+            self._send(rank, Lease(*key, [], True, refused))
             return
         queue = self._queues.get(key) or self._open(key, message)
         if pace_s is not None:
@@ -136,22 +137,30 @@ class LeaseService:
             self._pace_s[loader, rank] = pace_s
             queue.forecast(rank, pace_s)
 
-    def entitle(
-        self, loader: int, epoch: int, totals: Sequence[int] | None, later: Sequence[int] | None, now_s: float
-    ) -> None:
-        """Set how many samples every rank gets of an epoch, see `LeaseQueue.entitle`.
+    def deal(self, loader: int, epoch: int, shares: Sequence[int], planned: Sequence[int], now_s: float) -> bool:
+        """Deal an epoch and all later ones in rows of these shares, see `LeaseQueue.deal`, and tell the ranks.
 
         Args:
             loader: Number of the loader.
             epoch: The epoch.
-            totals: Samples of every rank in this epoch.
-            later: The same for later epochs: ranks that have ended this one may have requested the next.
+            shares: Samples of every rank in a step; empty to hand samples out on request again.
+            planned: Samples of this epoch that each rank takes before the change; no later one has been begun, though
+                ranks that have ended this one may have requested the next.
             now_s: Current time.
+
+        Returns:
+            Whether that was possible now; if not, nothing is changed.
         """
-        for key, queue in self._queues.items():
-            if key[0] == loader and key[1] >= epoch:
-                queue.entitle(totals if key[1] == epoch else later)
-                self._serve(key, queue, now_s)
+        none = [0] * self._world_size
+        queues = [(key, queue, planned if key[1] == epoch else none) for key, queue in self._queues.items()
+                  if key[0] == loader and key[1] >= epoch]  # fmt: skip
+        if not all(queue.dealable(before) for _, queue, before in queues):
+            return False
+        for key, queue, before in queues:
+            for rank, runs in queue.deal(shares, before):
+                self._send(rank, Lease(*key, flat(runs), behind=before[rank]))
+            self._serve(key, queue, now_s)
+        return True
 
     def give_back(self, rank: int, message: LeaseReturn, now_s: float) -> None:
         """Take back samples that a rank has not begun.
@@ -249,7 +258,9 @@ class LeaseService:
         for (other, rank), pace_s in self._pace_s.items():
             if other == loader:
                 queue.forecast(rank, pace_s)
-        queue.entitle(self.totals(message, queue.free))
+        shares = self.shares(message, queue.free)
+        if shares:
+            queue.deal(shares, [0] * self._world_size)
         self._queues[key] = queue
         return queue
 
@@ -260,11 +271,9 @@ class LeaseService:
         for rank, keep in list(queue.recalls(now_s)):
             self._send(rank, LeaseRecall(*key, keep))
 
-    def _answer(self, key: Key, rank: int, answer: Span | Answer) -> None:
-        if answer is Answer.WAIT:
-            return
-        start, stop = answer if isinstance(answer, tuple) else (0, 0)
-        self._send(rank, Lease(*key, start, stop, answer is Answer.END))
+    def _answer(self, key: Key, rank: int, answer: list[Run] | Answer) -> None:
+        if answer is not Answer.WAIT:
+            self._send(rank, Lease(*key, flat(answer) if isinstance(answer, list) else [], answer is Answer.END))
 
 
 class MicrobatchService:
@@ -312,7 +321,7 @@ class MicrobatchService:
             return
         first, other = self._orders.setdefault(key, (message, rank))
         if dataclasses.replace(message, ahead=first.ahead, most=first.most) != first:
-            self._send(rank, Lease(*key, 0, 0, True, _differs(rank, message, other, first)))
+            self._send(rank, Lease(*key, [], True, _differs(rank, message, other, first)))
             return
         pool = self._pools.get(key) or self._make(key, message)
         pool.layout.limit_passes(message.most)

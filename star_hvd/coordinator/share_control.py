@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.balance.batch_shares import divide
 from scheduler.balance.share_policy import SharePolicy, share_sentence
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.base import Message
@@ -41,15 +40,13 @@ class Change:
         step: First step with these shares.
         shares: Samples of every rank, empty for equal batches.
         epoch: Epoch of the loader in which they start.
-        totals: Samples of every rank in that epoch; None if ranks take as many as they can process.
-        later: The same for later epochs.
+        planned: Samples of that epoch that every rank takes before.
     """
 
     step: int
     shares: tuple[int, ...]
     epoch: int
-    totals: tuple[int, ...] | None
-    later: tuple[int, ...] | None
+    planned: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -73,12 +70,15 @@ class ShareState:
         batch: Samples in each of its batches if all are equal.
         shares: The shares ordered last, empty for equal batches.
         most: Maximum samples of every rank by its memory or the user's limit, 0 for no limit.
+        deal: Called with the loader, a change and the time before the change is ordered: deals its samples
+            (`LeaseService.deal`). Returns whether that was possible; if not, the change is given up.
     """
 
     def __init__(self, world_size: int, send: Callable[[Message], None]) -> None:
         self.loader, self.batch = -1, 0
         self.shares: tuple[int, ...] = ()
         self.most = [0] * world_size
+        self.deal: Callable[[int, Change, float], bool] = lambda loader, change, now_s: True
         self._world_size = world_size
         self._send = send
         self._samples: dict[int, int] = {}  # Samples handed out, by epoch.
@@ -92,8 +92,8 @@ class ShareState:
         """Whether a change has been proposed and not yet ordered or given up."""
         return self._proposal is not None
 
-    def opens(self, message: LeaseAsk, samples: int) -> tuple[int, ...] | None:
-        """Open an epoch of a loader; return every rank's samples in it, None if ranks take as many as they can process.
+    def opens(self, message: LeaseAsk, samples: int) -> tuple[int, ...]:
+        """Open an epoch of a loader; return the shares with which it starts, empty if there are none.
 
         Args:
             message: The first request of the epoch.
@@ -102,12 +102,12 @@ class ShareState:
         if self.loader < 0 and samples > 0 and not message.fixed:
             self.loader, self.batch = message.loader, message.batch
         if message.loader != self.loader or message.fixed:
-            return None
+            return ()
         if message.even and not self.shares:
             self.shares = (self.batch,) * self._world_size
         self._samples = {epoch: count for epoch, count in self._samples.items() if epoch > message.epoch - 2}
         self._samples[message.epoch] = samples
-        return self._totals(self.shares, samples, [0] * self._world_size)
+        return self.shares
 
     def propose(self, shares: Sequence[int], now_s: float, *, bounded: bool = True) -> None:
         """Ask all ranks from which step on they can use other shares.
@@ -121,13 +121,14 @@ class ShareState:
         self._proposal = _Proposal(self._proposals, tuple(shares), now_s + _ANSWER_S, bounded)
         self._send(ShareProposal(self.loader, self._proposals, list(shares)))
 
-    def ready(self, rank: int, message: ShareReady, next_step: int) -> Change | None:
+    def ready(self, rank: int, message: ShareReady, next_step: int, now_s: float) -> Change | None:
         """Take in a rank's answer; the last one orders the change, which is then returned.
 
         Args:
             rank: The rank.
             message: Its answer.
             next_step: The first step of an epoch that no rank has begun.
+            now_s: Current time.
 
         Raises:
             ChannelError: The answer is impossible.
@@ -143,7 +144,7 @@ class ShareState:
             return None
         self._proposal = None
         found = None if proposal.bounded and self._too_much(proposal.shares) else self._place(proposal, next_step)
-        if found is None:
+        if found is None or not self.deal(self.loader, found[1], now_s):
             self._give_up(proposal)
             return None
         order, change = found
@@ -198,16 +199,7 @@ class ShareState:
             if remaining < sum(proposal.shares or self.shares or (self.batch * self._world_size,)):
                 return None  # Less than a step is left: the next epoch is soon enough.
         order = ShareOrder(self.loader, proposal.number, True, list(proposal.shares), epoch, step, remaining)
-        at = step if started else next_step
-        later = self._totals(proposal.shares, max(self._samples.values(), default=0), [0] * self._world_size)
-        return order, Change(at, proposal.shares, epoch, self._totals(proposal.shares, remaining, taken), later)
-
-    def _totals(self, shares: Sequence[int], remaining: int, taken: Sequence[int]) -> tuple[int, ...] | None:
-        if not shares:
-            return None
-        steps, rest = divmod(remaining, sum(shares))
-        last = divide(rest, shares)
-        return tuple(before + steps * share + one for before, share, one in zip(taken, shares, last, strict=True))
+        return order, Change(step if started else next_step, proposal.shares, epoch, tuple(taken))
 
 
 def _planned(ahead: Sequence[int], batches: int) -> int:
@@ -267,9 +259,9 @@ class ShareControl:
             self._again_s = now_s + _AGAIN_S
             self.state.propose(wanted, now_s, bounded=plan.balanced)
 
-    def ready(self, rank: int, message: ShareReady, next_step: int) -> Change | None:
+    def ready(self, rank: int, message: ShareReady, next_step: int, now_s: float) -> Change | None:
         """Take in a rank's answer, see `ShareState.ready`."""
-        change = self.state.ready(rank, message, next_step)
+        change = self.state.ready(rank, message, next_step, now_s)
         if change is not None and self.policy is not None:
             self._again_s = 0.0
             self.policy.changed(change.shares)

@@ -8,8 +8,9 @@ even if the workers have loaded it: their output is then discarded, and another 
 batches may overtake each other (`in_order=False`) all batches in progress count as begun, because the coordinator
 identifies begun samples only by their number; if the loop is abandoned, they are listed one by one.
 
-A `BatchSizer` plans the batch sizes. With batch shares, a smaller batch is formed only if the coordinator has no more
-samples for it, and a rank that has had its share of the epoch returns the rest of its stock.
+A `BatchSizer` plans the batch sizes. With batch shares, the rank holds its part of all steps, a smaller batch is formed
+only if the coordinator has no more samples for it, and a rank that has had its share of the epoch returns the rest of
+its stock. When shares change, what lies behind the first batch with the new ones is replaced.
 """
 
 from __future__ import annotations
@@ -21,19 +22,31 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler.rules.leasing import Span, joined, without
+from scheduler.rules.runs import Run, Span, first, samples, without
 from star_hvd.channel.messages.base import Message, Send
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseAsk, LeaseRecall, LeaseReturn, ReportConsumed
-from star_hvd.errors import DeadlineError
+from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.locks import ordered_condition
 
-__all__ = ["Batch", "BatchSizer", "ConstantBatches", "Consumption", "LeaseStock"]
+__all__ = ["Batch", "BatchSizer", "ConstantBatches", "Consumption", "LeaseStock", "runs_of"]
 
 _LOOK_S = 0.5  # Interval between checks whether the wait has become pointless.
 _ASK_BELOW = 0.5  # Request more when less than this fraction of the stock after the last answer is left.
 _URGENT_S = 0.25  # A request waits for other messages (0.1 s at most) if the stock lasts longer than this.
 _SMOOTHING = 0.2  # Weight of the newest interval between two batches in the mean.
 _STEPS_KEPT = 512  # Number of latest batches whose step is remembered.
+
+
+def runs_of(numbers: list[int]) -> list[Run]:
+    """Return the runs of a list of their numbers, as in messages.
+
+    Raises:
+        ChannelError: The list is not four numbers for each run.
+    """
+    runs = [Run(*numbers[at : at + 4]) for at in range(0, len(numbers) - 3, 4)]
+    if len(numbers) % 4 or any(run.start < 0 or not 1 <= run.size <= run.stride or run.pieces < 1 for run in runs):
+        raise ChannelError(f"{len(numbers)} numbers of leased samples are no runs of pieces at equal distances")
+    return runs
 
 
 class BatchSizer(abc.ABC):
@@ -95,13 +108,15 @@ class Consumption:
     """The positions a rank has begun, and for recent ones the training step they were for."""
 
     def __init__(self) -> None:
-        self._before: list[Span] = []
+        self._before: list[Span] = []  # In order of consumption, adjacent ones joined.
         self._recent: deque[tuple[int, tuple[Span, ...]]] = deque(maxlen=_STEPS_KEPT)  # Step and spans per batch.
 
     def note(self, spans: tuple[Span, ...], step: int) -> None:
         """Note that a batch is begun after `step` steps; -1 if that number is unknown."""
         if len(self._recent) == _STEPS_KEPT:
-            self._before = joined([*self._before, *self._recent[0][1]])
+            for start, stop in self._recent[0][1]:
+                adjacent = bool(self._before) and self._before[-1][1] == start
+                self._before.append((self._before.pop()[0] if adjacent else start, stop))
         self._recent.append((step, spans))
 
     def forget(self, spans: tuple[Span, ...]) -> None:
@@ -164,7 +179,7 @@ class LeaseStock:
         self._send = send
         # Guards the fields below; messages are queued for sending under it.
         self._changed = ordered_condition("LeaseStock._changed")
-        self._spans: deque[Span] = deque()
+        self._runs: deque[Run] = deque()  # Not formed into batches yet.
         self._formed: dict[int, Batch] = {}  # In progress, in the order in which they were formed.
         self._numbers = self._delivered = 0  # Number of batches formed, and of batches begun.
         self._begun = 0
@@ -206,12 +221,12 @@ class LeaseStock:
         """Note that the training thread has no work; a request that waits for other ranks is then repeated."""
         if not self._idle:
             self._idle = True
-            if self._asked and not (self._spans or self._formed or self._over):
+            if self._asked and not (self._runs or self._formed or self._over):
                 self._send_ask(again=True)
 
     def _is_ready(self) -> bool:
         """Whether a batch can be formed or no more will come; requests what the next batch lacks."""
-        if not self._spans and (self._over or not self._sizer.balanced):
+        if not self._runs and (self._over or not self._sizer.balanced):
             return self._over
         size = self._sizer.size(self._next_index)
         return size is not None and self._suffices(size)
@@ -221,22 +236,22 @@ class LeaseStock:
         index = self._next_index
         exact = self._sizer.balanced
         if self._over or not (exact or size != self.batch):
-            return bool(self._spans)
+            return bool(self._runs)
         if exact and self._returned_for != index and self._sizer.beyond(index):
             if self._asked:
                 return False  # Samples in transit cannot be returned.
             self._returned_for = index
             self._return_rest()
         if self._left() >= size or self._nothing_more_for == index:
-            return bool(self._spans)
+            return bool(self._runs)
         if not self._asked:
             self._ask(index)
         return False
 
     def _return_rest(self) -> None:
         """Return unformed samples, since this rank has had its share. Samples that others leave over may come back."""
-        if self._spans:
-            self._spans.clear()
+        if self._runs:
+            self._runs.clear()
             self._send_return(self._on_their_way() if self._in_order else 0, unasked=True)
 
     def _send_return(self, kept: int, *, unasked: bool = False) -> None:
@@ -290,7 +305,7 @@ class LeaseStock:
         """
         while self.wait(deadline_s, check, silent_s, longest_s=longest_s):
             with self._changed:
-                if self._spans:  # Not called back meanwhile.
+                if self._runs:  # Not called back meanwhile.
                     self._idle = False
                     span = self._pop(self.batch)
                     self._begun += span[1] - span[0]
@@ -328,9 +343,9 @@ class LeaseStock:
                 if self._changed.wait_for(self._is_ready, _LOOK_S):
                     if self._refused:
                         raise ValueError(self._refused)
-                    self._exhausted = not self._spans
+                    self._exhausted = not self._runs
                     return not self._exhausted
-                undecided = bool(self._sizer.balanced or self._spans) and self._sizer.size(self._next_index) is None
+                undecided = bool(self._sizer.balanced or self._runs) and self._sizer.size(self._next_index) is None
             check()
             waited_s = time.monotonic() - began_s
             if undecided and waited_s > deadline_s:
@@ -351,7 +366,7 @@ class LeaseStock:
         Does not wait.
         """
         with self._changed:
-            if not self._spans:
+            if not self._runs:
                 return None
             index = self._next_index
             wanted = self._sizer.size(index)
@@ -362,7 +377,7 @@ class LeaseStock:
             if not self._suffices(wanted):
                 return None
             spans: list[Span] = []
-            while self._spans and wanted:
+            while self._runs and wanted:
                 spans.append(self._pop(wanted))
                 wanted -= spans[-1][1] - spans[-1][0]
             formed_s = 0.0 if self._formed else self._clock()
@@ -409,20 +424,23 @@ class LeaseStock:
             if not self.closed:
                 self.closed = True
                 undone = [] if self._in_order else [b for each in self._formed.values() for s in each.spans for b in s]
-                self._spans.clear()
+                self._runs.clear()
                 self._formed.clear()
                 early = not self._exhausted
                 self._send(LeaseReturn(self.loader, self.epoch, self._begun, True, early, 0, undone))
 
     def _pop(self, wanted: int) -> Span:
-        start, end = self._spans.popleft()
-        stop = min(end, start + wanted)
-        if stop < end:
-            self._spans.appendleft((stop, end))
-        return start, stop
+        """Remove and return the first samples, `wanted` at most; fewer if they are not adjacent."""
+        run = self._runs.popleft()
+        count = min(run.size, wanted)
+        if run.pieces > 1:
+            self._runs.appendleft(run._replace(start=run.start + run.stride, pieces=run.pieces - 1))
+        if count < run.size:
+            self._runs.appendleft(Run(run.start + count, run.size - count, run.size - count, 1))
+        return run.start, run.start + count
 
     def _left(self) -> int:
-        return sum(stop - start for start, stop in self._spans)
+        return samples(self._runs)
 
     def _note_interval(self) -> None:
         """Note that a batch is begun now."""
@@ -484,18 +502,34 @@ class LeaseStock:
             if self.closed:
                 return  # Everything was returned.
             if isinstance(message, Lease):
-                self._asked = False
-                self._over, self._refused = message.over, message.refused
-                self._nothing_more_for = self._asked_for if message.stop == message.start else -1
-                if message.stop > message.start:
-                    self._spans.append((message.start, message.stop))
-                self._level, self._was_empty = self._held(), message.stop == message.start
+                self._take_lease(message, runs_of(message.runs))
             elif isinstance(message, LeaseRecall):
                 kept = self._give_back(message.keep)
                 self._send_return(kept)
-            if not self._spans and not self._formed and not self._over and not self._asked:
+            if not self._runs and not self._formed and not self._over and not self._asked:
                 self._ask()  # The answer was sent when there still was something here.
             self._changed.notify_all()
+
+    def _take_lease(self, message: Lease, runs: list[Run]) -> None:
+        dealt = message.behind >= 0
+        if dealt:
+            self._nothing_more_for = -1
+            keep = message.behind - self._begun - (self._on_their_way() if self._in_order else 0)
+            if keep < 0:
+                self._over, runs = True, []
+                self._refused = (
+                    f"rank {self._rank} formed batches of {-keep} samples that were dealt to other ranks; this is an "
+                    "error of star_hvd, please report it"
+                )
+            self._runs = deque(first(self._runs, keep))
+        else:
+            self._asked = False
+            self._over, self._refused = message.over, message.refused or self._refused
+            self._nothing_more_for = -1 if runs else self._asked_for
+        self._runs.extend(runs)
+        self._level, self._was_empty = self._held(), not runs
+        if dealt and self._left() <= self._largest and not (self._asked or self._over):
+            self._ask()  # Samples are handed out on request again.
 
     def _held(self) -> int:
         return self._left() + (self._on_their_way() if self._in_order else 0)
@@ -509,10 +543,10 @@ class LeaseStock:
         While this rank is idle its first batch stays, else ranks would take it from each other forever. That does not
         apply with batch shares, which no rank takes from another.
         """
-        kept, first = 0, next(iter(self._formed.values()), None)
+        kept, head = 0, next(iter(self._formed.values()), None)
         self._returned_for = -1  # Batches get other indices.
-        if self._idle and not self._sizer.balanced and (first is None or self._in_order):
-            keep = max(keep, self.batch if first is None else first.samples)
+        if self._idle and not self._sizer.balanced and (head is None or self._in_order):
+            keep = max(keep, self.batch if head is None else head.samples)
         if self._in_order:
             for number, batch in list(self._formed.items()):
                 if kept + batch.samples > keep:
@@ -520,10 +554,7 @@ class LeaseStock:
                     del self._formed[number]
                 else:
                     kept += batch.samples
-        spans, self._spans = self._spans, deque()
-        for start, end in spans:
-            stop = min(end, start + keep - kept)
-            if stop > start:
-                self._spans.append((start, stop))
-                kept += stop - start
+        runs = first(self._runs, keep - kept)
+        kept += samples(runs)
+        self._runs = deque(runs)
         return kept

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from scheduler.rules.leasing import Span
+from scheduler.rules.runs import Span
 from scheduler.rules.step_layout import StepLayout
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseReturn, ReportConsumed

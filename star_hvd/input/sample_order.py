@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from scheduler.rules.leasing import Span
+from scheduler.rules.runs import Span
 
 __all__ = ["BatchOrder", "EpochOrder", "Order", "Permutation", "SamplerOrder"]
 
@@ -59,7 +59,7 @@ class Order(Protocol):
 
 
 class Permutation:
-    """Our own order, which depends only on seed and epoch.
+    """An order that depends only on seed and epoch: that of torch's `DistributedSampler` over all ranks.
 
     Args:
         n_samples: Samples in the data set.
@@ -72,7 +72,7 @@ class Permutation:
 
     def of(self, epoch: int, saved: Any = None) -> EpochOrder:
         """See `Order`."""
-        seed = _seed_of(self._seed, epoch) if self._shuffle else -1
+        seed = (self._seed + epoch) % (1 << 63) if self._shuffle else -1  # As in `DistributedSampler`.
         digest = _digest(f"{self._n} {seed}".encode())
         if not self._shuffle:
             return EpochOrder(torch.arange(self._n, device="cpu"), digest)

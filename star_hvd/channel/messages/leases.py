@@ -48,20 +48,23 @@ class LeaseAsk(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Lease(Message):
-    """Answer to `LeaseAsk`: positions start to stop of the epoch's permutation are this rank's. If they are equal,
-    there is nothing for it now or, if `over`, in the rest of the epoch.
+    """Positions of the epoch's permutation that are this rank's: the answer to `LeaseAsk`, or what it is dealt in rows.
 
     Attributes:
+        runs: The positions, as start, size, stride and pieces of each run (`scheduler.rules.runs`); empty if there is
+            nothing now or, if `over`, in the rest of the epoch.
         refused: Why this rank gets nothing in this epoch, normally empty.
+        behind: The rank keeps this many of all positions that it was given in this epoch, and gets these in place of
+            all behind; -1 in the answer to a request, whose positions come behind all others.
     """
 
     kind: ClassVar[str] = "lease"
     loader: int
     epoch: int
-    start: int
-    stop: int
-    over: bool
+    runs: list[int]
+    over: bool = False
     refused: str = ""
+    behind: int = -1
 
 
 @message_kind

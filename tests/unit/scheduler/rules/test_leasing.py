@@ -17,15 +17,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.rules.leasing import Answer, LeaseQueue, joined, without
+from scheduler.rules.leasing import Answer, LeaseQueue
+from scheduler.rules.runs import spans, without
 from star_hvd.channel.messages.base import EpochEnd, Message
-from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, LeaseReturn
+from star_hvd.channel.messages.leases import LeaseAsk, LeaseRecall, LeaseReturn
 from star_hvd.config import Config
 from star_hvd.coordinator.lease_service import LeaseService
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.input.lease_stock import LeaseStock
 from star_hvd.runtime.coordinator_client import CoordinatorClient
 from tests.support.effort import cases
+from tests.support.leases import lease
 from tests.support.sending import sending_to
 
 LATENCY_S = 0.001
@@ -373,7 +375,7 @@ def test_what_another_rank_has_begun_since_its_last_request_is_estimated() -> No
     queue = LeaseQueue(60 * 16, 16, 2)
     for rank in (0, 1):
         queue.forecast(rank, 0.1)
-        assert queue.ask(rank, 0, 0.0, ahead=5) == (rank * 15 * 16, (rank + 1) * 15 * 16)
+        assert answered(queue, rank, 0, 0.0, ahead=5) == [(rank * 15 * 16, (rank + 1) * 15 * 16)]
     assert queue.ask(1, 16, 0.1, ahead=5) is Answer.LATER, "it holds nearly half of its share of 30"
     queue.ask(0, 11 * 16, 1.15, ahead=5)
     assert queue.held(0) == 10 * 16, "rank 1 has 4 of its 14 batches left, so half of the share is 9; 10 may be held"
@@ -388,22 +390,9 @@ def test_what_a_slow_rank_has_loaded_and_not_begun_is_called_back_at_the_end() -
     assert max(job.ends_s) <= 11.0 + 3.0 + 0.5, "the batch in work, and not nine more"
 
 
-SPANS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)))
-
-
-@given(SPANS, SPANS)
-def test_spans_are_sets_of_positions(one: list[tuple[int, int]], other: list[tuple[int, int]]) -> None:
-    def positions(spans: list[tuple[int, int]]) -> set[int]:
-        return {p for start, stop in spans for p in range(start, stop)}
-
-    assert positions(joined(one)) == positions(one)
-    assert positions(without(one, other)) == positions(one) - positions(other)
-    assert all(a[1] < b[0] for a, b in itertools.pairwise(joined(one)))
-
-
 def test_claims_that_cannot_be_are_refused_and_change_nothing() -> None:
     queue = LeaseQueue(100, 4, 2)
-    start, stop = queue.ask(0, 0, 0.0)  # type: ignore[misc]
+    ((start, stop),) = answered(queue, 0, 0, 0.0)
     for begun in (-1, stop - start + 1):
         with pytest.raises(ValueError, match="samples begun; expected"):
             queue.ask(0, begun, 1.0)
@@ -447,23 +436,23 @@ def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_reca
     stock.open()
     with pytest.raises(DeadlineError, match=r"rank 2 waited \d s .* coordinator on rank 0 was last heard 7.0 s ago"):
         stock.next(0.0, lambda: None, lambda: 7.0)
-    stock.on_message(Lease(0, 1, 0, 40, False))
+    stock.on_message(lease(0, 1, 0, 40))
     assert [stock.next(1.0, lambda: None, lambda: 0.0) for _ in range(2)] == [(0, 4), (4, 8)]
     stock.on_message(LeaseRecall(0, 1))
     assert sent[1] == replace(cast(LeaseAsk, sent[0]), idle=True, again=True), "asked for ahead, and now waited for"
     assert sent[2:] == [LeaseReturn(0, 1, 8, False), LeaseAsk(0, 1, 100, 4, False, 8)]
-    stock.on_message(Lease(0, 1, 96, 100, False))
+    stock.on_message(lease(0, 1, 96, 100))
     stock.close()
     stock.close()
     assert sent[-1] == LeaseReturn(0, 1, 8, True, early=True)
-    stock.on_message(Lease(0, 1, 40, 44, False))  # It was on its way; the coordinator has it back already.
+    stock.on_message(lease(0, 1, 40, 44))  # It was on its way; the coordinator has it back already.
     assert len(sent) == 5
 
 
 def test_an_answer_that_comes_at_once_finds_its_stock() -> None:
     def answer(message: Message, *, urgent: bool = True) -> None:
         assert isinstance(message, LeaseAsk)
-        requests.on_message(Lease(message.loader, message.epoch, 0, 4, False))
+        requests.on_message(lease(message.loader, message.epoch, 0, 4))
 
     agent = SimpleNamespace(send=answer, last_heard_s=0.0)
     requests = CoordinatorClient(Config(), 0, agent, lambda: None)  # type: ignore[arg-type]
@@ -475,7 +464,7 @@ def stocked() -> CoordinatorClient:
     def answer(message: Message, *, urgent: bool = True) -> None:
         if isinstance(message, LeaseAsk):
             start = message.begun
-            requests.on_message(Lease(message.loader, message.epoch, start, 4 if start == 0 else start, start > 0))
+            requests.on_message(lease(message.loader, message.epoch, start, 4 if start == 0 else start, over=start > 0))
 
     agent = SimpleNamespace(send=answer, last_heard_s=time.monotonic())
     requests = CoordinatorClient(Config(), 0, agent, lambda: None)  # type: ignore[arg-type]
@@ -500,7 +489,7 @@ def test_two_epochs_of_a_loader_may_be_open_at_once() -> None:
 def test_while_the_coordinator_is_heard_another_rank_is_waited_for_longer() -> None:
     stock = LeaseStock(2, 0, 1, samples=100, batch=4, drop_last=False, send=sending_to([]))
     stock.open()
-    threading.Timer(1.5, lambda: stock.on_message(Lease(0, 1, 0, 4, False))).start()
+    threading.Timer(1.5, lambda: stock.on_message(lease(0, 1, 0, 4))).start()
     assert stock.next(1.0, lambda: None, lambda: 0.1, longest_s=600.0) == (0, 4)
     with pytest.raises(DeadlineError):
         stock.next(0.5, lambda: None, lambda: 0.4, longest_s=600.0)
@@ -516,41 +505,59 @@ def test_a_batch_of_no_time_or_of_all_time_is_no_error(batch_s: float) -> None:
             assert queue.ask(rank, 0, now_s) is not Answer.END
 
 
-def entitled() -> LeaseQueue:
-    """Rank 0 holds 20 positions more than its share, for which rank 1 waits."""
-    queue = LeaseQueue(100, 10, 2)
-    queue.entitle((50, 50))
-    assert (queue.ask(0, 0, 0.0), queue.ask(1, 0, 0.0)) == ((0, 50), (50, 100))
-    queue.entitle((30, 70))
-    assert queue.ask(1, 20, 1.0) is Answer.WAIT
-    return queue
+def answered(queue: LeaseQueue, *asked: Any, **given: Any) -> Any:
+    """The positions, or the answer without any, that a rank gets for its request."""
+    answer = queue.ask(*asked, **given)
+    return answer if isinstance(answer, Answer) else spans(answer)
 
 
-def test_only_what_a_rank_holds_beyond_its_share_is_called_back() -> None:
-    queue = entitled()
-    assert list(queue.recalls(1.0)) == [(0, 30)] and list(queue.recalls(1.0)) == []
-    queue.give_back(0, 10, 2.0, kept=20)
-    assert list(queue.answers(2.0)) == [(1, (30, 50))]
-    assert queue.ask(0, 20, 3.0) is Answer.LATER and not list(queue.recalls(3.0))
-
-
-def test_a_recall_that_crosses_what_a_rank_returns_of_itself_is_answered_before_it_gets_more() -> None:
-    queue = entitled()
-    assert list(queue.recalls(1.0)) == [(0, 30)]
-    queue.give_back(0, 30, 2.0, unasked=True)
-    assert list(queue.answers(2.0)) == [(1, (30, 50))]
+def test_dealt_rows_are_held_from_the_first_request_on() -> None:
+    queue = LeaseQueue(47, 10, 2)
+    queue.deal((6, 4), (0, 0))
+    rows = answered(queue, 0, 0, 0.0), answered(queue, 1, 0, 0.0)
+    assert rows == ([(0, 6), (10, 16), (20, 26), (30, 36), (40, 44)], [(6, 10), (16, 20), (26, 30), (36, 40), (44, 47)])
+    assert queue.free == 0 and answered(queue, 0, 6, 1.0) is Answer.LATER
+    assert answered(queue, 0, 28, 2.0) is Answer.WAIT and not list(queue.recalls(2.0))
     queue.leave(1)
-    assert queue.ask(0, 30, 3.0) is Answer.WAIT, "else its answer to the recall would return what it is given now"
-    queue.give_back(0, 30, 4.0)
-    assert list(queue.answers(4.0)) == [(0, (70, 80))], "what rank 1 leaves over"
+    assert [(rank, spans(found)) for rank, found in queue.answers(2.0)] == [(0, [(6, 10), (16, 20), (26, 28)])]
+
+
+def test_a_change_of_shares_keeps_what_comes_before_it_and_deals_what_is_left() -> None:
+    queue = LeaseQueue(60, 10, 2)
+    assert answered(queue, 0, 0, 0.0) == [(0, 10)] and answered(queue, 1, 0, 0.0) == [(10, 20)]
+    with pytest.raises(ValueError, match="3 shares and 2 plans"):
+        queue.deal((6, 4, 1), (5, 10))
+    told = queue.deal((6, 4), (5, 12))  # Rank 1 would have asked for two more.
+    assert [(rank, spans(runs)) for rank, runs in told] == [
+        (0, [(7, 10), (20, 23), (27, 33), (37, 43), (47, 53), (57, 59)]),  # The first row is 7 to 10 and 20 to 27.
+        (1, [(5, 7), (23, 27), (33, 37), (43, 47), (53, 57), (59, 60)]),
+    ]
+    assert queue.held(0) == 5 + 26 and queue.held(1) == 12 + 17
+    told = queue.deal((), (11, 16))
+    assert [(rank, runs) for rank, runs in told] == [(0, []), (1, [])] and queue.held(0) == 11
+    assert queue.free == 60 - 27 and answered(queue, 1, 16, 1.0) == [(27, 37)]
+
+
+def test_no_rows_are_dealt_while_a_rank_gives_positions_back() -> None:
+    queue = LeaseQueue(20, 10, 2)
+    assert answered(queue, 0, 0, 0.0, idle=True) == [(0, 10)]
+    queue.forecast(0, 10.0)
+    queue.forecast(1, 0.1)
+    assert answered(queue, 1, 0, 0.0, idle=True) == [(10, 20)]
+    assert answered(queue, 1, 10, 0.1, idle=True) is Answer.WAIT
+    assert list(queue.recalls(0.1)) == [(0, 0)] and not queue.dealable((0, 10))
+    with pytest.raises(ValueError, match="cannot be dealt"):
+        queue.deal((5, 5), (0, 10))
+    queue.give_back(0, 0, 0.2)
+    assert queue.dealable((0, 10)) and not queue.dealable((0, 9))
 
 
 def test_batches_that_may_come_back_keep_an_epoch_with_shares_open() -> None:
     queue = LeaseQueue(20, 10, 2)
-    queue.entitle((10, 10))
-    assert (queue.ask(0, 0, 0.0), queue.ask(1, 0, 0.0)) == ((0, 10), (10, 20))
+    queue.deal((10, 10), (0, 0))
+    assert (answered(queue, 0, 0, 0.0), answered(queue, 1, 0, 0.0)) == ([(0, 10)], [(10, 20)])
     queue.give_back(1, 10, 1.0, undelivered=10)
-    assert queue.ask(0, 10, 2.0) is Answer.WAIT
+    assert answered(queue, 0, 10, 2.0) is Answer.WAIT
     queue.give_back(1, 10, 3.0, undone=[(10, 20)])
     queue.leave(1)
-    assert list(queue.answers(4.0)) == [(0, (10, 20))]
+    assert [(rank, spans(runs)) for rank, runs in queue.answers(4.0)] == [(0, [(10, 20)])]

@@ -10,7 +10,6 @@ import random
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,13 +18,14 @@ from hypothesis import strategies as st
 
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.base import Message
-from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.shares import EPOCH_START, MemoryLimit, ShareOrder, ShareProposal, ShareReady
 from star_hvd.coordinator.lease_service import LeaseService
 from star_hvd.coordinator.share_control import ShareControl, ShareState
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.input.batch_sizes import BatchSizes
 from star_hvd.input.lease_stock import LeaseStock
+from tests.support.leases import lease
 from tests.support.sending import sending_to
 
 BATCH = 6
@@ -44,6 +44,7 @@ class Job:
         in_order: Whether they come out in the order in which they were formed.
         leaves: Ranks that leave their loops somewhere in every epoch; not all.
         patient: Whether a step waits for ranks that wait for samples, which are inactive after a while.
+        ends: Whether a change may also be that ranks take samples as they need them again.
     """
 
     def __init__(
@@ -58,26 +59,32 @@ class Job:
         in_order: bool = True,
         leaves: frozenset[int] = frozenset(),
         patient: bool = True,
+        ends: bool = False,
     ) -> None:
-        self.in_order, self.leaves, self.patient = in_order, leaves, patient
+        self.in_order, self.leaves, self.patient, self.ends = in_order, leaves, patient, ends
         self.random = random.Random(seed)
         self.ranks, self.samples, self.epochs, self.ahead = ranks, samples, epochs, ahead
         self.up: list[deque[Message]] = [deque() for _ in range(ranks)]
         self.down: list[deque[Message]] = [deque() for _ in range(ranks)]
         self.leases = LeaseService(ranks, lambda to, message: self.down[to].append(message))
         self.state = ShareState(ranks, lambda message: [queue.append(message) for queue in self.down] and None)
-        self.leases.totals = self.state.opens
+        self.leases.shares = self.state.opens
+        self.state.deal = lambda loader, change, now_s: self.leases.deal(
+            loader, change.epoch, change.shares, change.planned, now_s
+        )
         self.step = [0] * ranks
         self.sizes = [BatchSizes(rank, 0, send=self.up[rank].append, step=self._step_of(rank)) for rank in range(ranks)]
         self.epoch = 0
         self.changes_left = changes
         self.formed: list[deque[int]] = []  # Numbers of batches.
         self.stocks: list[LeaseStock] = []
+        self.next: dict[int, LeaseStock] = {}  # Of ranks that have asked for the next epoch.
         self.ended: set[int] = set()
         self.began: set[int] = set()
         self.totals: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0] * ranks)  # By epoch and step in it.
         self.first = 0
         self.taken: list[int] = []
+        self.rows: dict[tuple[int, int], list[int]] = defaultdict(list)  # Positions, likewise.
         self.ordered = 0
 
     def _step_of(self, rank: int) -> Callable[[], int]:
@@ -97,14 +104,15 @@ class Job:
         self.formed = [deque() for _ in range(self.ranks)]
         self.stocks, self.ended, self.began, self.taken = [], set(), set(), []
         for rank in range(self.ranks):
-            self.stocks.append(
-                LeaseStock(
-                    rank, 0, self.epoch, samples=self.samples, batch=BATCH, drop_last=False, ahead=self.ahead,
-                    in_order=self.in_order, send=sending_to(self.up[rank]), sizer=self.sizes[rank],
-                )
-            )  # fmt: skip
+            self.stocks.append(self.next.pop(rank, None) or self._stock(rank, self.epoch))
             self.sizes[rank].begin_epoch(self.epoch, self.samples, BATCH)
             self.stocks[rank].begin(7, [])
+
+    def _stock(self, rank: int, epoch: int) -> LeaseStock:
+        return LeaseStock(
+            rank, 0, epoch, samples=self.samples, batch=BATCH, drop_last=False, ahead=self.ahead,
+            in_order=self.in_order, send=sending_to(self.up[rank]), sizer=self.sizes[rank],
+        )  # fmt: skip
 
     def _tick(self) -> None:
         pick, rank = self.random.random(), self.random.randrange(self.ranks)
@@ -112,14 +120,18 @@ class Job:
             self._handle(rank, self.up[rank].popleft())
         elif pick < 0.6 and self.down[rank]:
             message = self.down[rank].popleft()
-            target: Any = self.sizes if isinstance(message, (ShareProposal, ShareOrder)) else self.stocks
-            if getattr(message, "epoch", self.epoch) == self.epoch or target is self.sizes:
-                target[rank].on_message(message)
-                if target is self.sizes:
-                    self.stocks[rank].wake()
+            epoch = getattr(message, "epoch", self.epoch)
+            if isinstance(message, (ShareProposal, ShareOrder)):
+                self.sizes[rank].on_message(message)
+                self.stocks[rank].wake()
+            elif epoch == self.epoch:
+                self.stocks[rank].on_message(message)
+            elif epoch == self.epoch + 1:
+                self.next[rank].on_message(message)
         elif pick < 0.62 and self.changes_left and self.state.loader == 0 and not self.state.pending:
             self.changes_left -= 1
-            self.state.propose(self._some_shares(), 0.0)
+            over = self.ends and self.state.shares and self.random.random() < 0.5
+            self.state.propose([] if over else self._some_shares(), 0.0)
         elif pick < 0.8:
             self._form(rank)
         else:
@@ -137,10 +149,7 @@ class Job:
             self.leases.give_back(rank, message, 0.0)
         else:
             assert isinstance(message, ShareReady)
-            change = self.state.ready(rank, message, max(self.step) + 1)
-            if change is not None:
-                self.ordered += 1
-                self.leases.entitle(0, change.epoch, change.totals, change.later, 0.0)
+            self.ordered += self.state.ready(rank, message, max(self.step) + 1, 0.0) is not None
 
     def _form(self, rank: int) -> None:
         """The loader of a rank forms a batch ahead of its training."""
@@ -157,6 +166,9 @@ class Job:
         self.sizes[rank].end_epoch(self.epoch)
         self.stocks[rank].close()
         self.ended.add(rank)
+        if self.epoch + 1 < self.epochs and self.random.random() < 0.7:
+            self.next[rank] = self._stock(rank, self.epoch + 1)
+            self.next[rank].open()
 
     def _train(self, rank: int) -> None:
         """A rank begins its next batch; the step ends when all have that have one."""
@@ -179,7 +191,9 @@ class Job:
             return  # It was called back.
         self.sizes[rank].delivered(self.stocks[rank].delivered - 1)
         self.totals[self.epoch, self.step[rank] - self.first][rank] = batch.samples
-        self.taken += [p for start, stop in batch.spans for p in range(start, stop)]
+        positions = [p for start, stop in batch.spans for p in range(start, stop)]
+        self.rows[self.epoch, self.step[rank] - self.first] += positions
+        self.taken += positions
         self.began.add(rank)
         self._maybe_end_step()
 
@@ -196,7 +210,10 @@ class Job:
 
 
 def checked(job: Job) -> None:
-    """Every step of an epoch but its last has the global batch."""
+    """Every step of an epoch has the global batch, its row of the epoch's order; the last one has what is left."""
+    for (_, step), found in job.rows.items():
+        whole = BATCH * job.ranks
+        assert sorted(found) == list(range(step * whole, min((step + 1) * whole, job.samples))), step
     steps = max(step for epoch, step in job.totals)
     for (epoch, step), sizes in sorted(job.totals.items()):
         last = (epoch, step + 1) not in job.totals
@@ -236,7 +253,10 @@ def test_every_sample_is_taken_once_though_ranks_leave_and_batches_overtake_each
     seed: int, ranks: int, samples: int, ahead: int, in_order: bool, leaves: frozenset[int]
 ) -> None:
     """Also where the rank that leaves was the only one with a part in the last step; `Job._train` compares."""
-    job = Job(seed, ranks, samples, epochs=3, changes=6, ahead=ahead, in_order=in_order, leaves=leaves, patient=False)
+    job = Job(
+        seed, ranks, samples, epochs=3, changes=6, ahead=ahead, in_order=in_order, leaves=leaves, patient=False,
+        ends=True,
+    )  # fmt: skip
     job.run()
 
 
@@ -246,7 +266,7 @@ def test_ranks_form_nothing_from_where_they_said_on_until_the_order_and_wait_no_
     sizes.begin_epoch(0, 1000, 10)
     stock = LeaseStock(1, 0, 0, samples=1000, batch=10, drop_last=False, send=sending_to([]), sizer=sizes)
     stock.begin(7, [])
-    stock.on_message(Lease(0, 0, 0, 200, False))
+    stock.on_message(lease(0, 0, 0, 200))
     formed = [stock.form(), stock.form()]
     sizes.on_message(ShareProposal(0, 1, [15, 5]))
     assert sent == [ShareReady(0, 1, 0, 10, 1, 30, [0, 10], 0)], "two batches were formed, and one more may be"
@@ -319,29 +339,28 @@ def test_a_rank_that_does_not_answer_or_cannot_hold_so_much_ends_the_proposal() 
     state = ShareState(2, sent.append)
     state.opens(LeaseAsk(0, 0, 1000, 10, False, 0), 1000)
     state.propose((15, 5), now_s=0.0)
-    assert state.ready(0, ShareReady(0, 1, 0, 5, 1, 50, [0, 10], 0), 9) is None and state.pending
+    assert state.ready(0, ShareReady(0, 1, 0, 5, 1, 50, [0, 10], 0), 9, 0.0) is None and state.pending
     state.tick(100.0)
     assert not state.pending and sent[-1] == ShareOrder(0, 1, False, [], 0, 0, 0)
     state.propose((15, 5), now_s=100.0)
-    state.ready(1, ShareReady(0, 2, 0, 6, 1, 60, [0, 10], 12), 9)
-    assert state.ready(0, ShareReady(0, 2, 0, 5, 1, 50, [0, 10], 12), 9) is None, "rank 0 can have 12 samples"
+    state.ready(1, ShareReady(0, 2, 0, 6, 1, 60, [0, 10], 12), 9, 0.0)
+    assert state.ready(0, ShareReady(0, 2, 0, 5, 1, 50, [0, 10], 12), 9, 0.0) is None, "rank 0 can have 12 samples"
     assert state.most == [12, 12] and not state.shares and sent[-1] == ShareOrder(0, 2, False, [], 0, 0, 0)
     with pytest.raises(ChannelError, match="loader 3"):
-        state.ready(0, ShareReady(3, 2, 0, 5, 1, 50, [0, 10], 12), 9)
+        state.ready(0, ShareReady(3, 2, 0, 5, 1, 50, [0, 10], 12), 9, 0.0)
 
 
 def test_a_change_begins_at_the_latest_step_and_says_what_every_rank_gets_of_the_epoch() -> None:
     sent: list[Message] = []
     state = ShareState(2, sent.append)
-    assert state.opens(LeaseAsk(0, 0, 1007, 10, False, 0), 1007) is None
+    assert state.opens(LeaseAsk(0, 0, 1007, 10, False, 0), 1007) == ()
     state.propose((15, 5), now_s=0.0)
-    state.ready(0, ShareReady(0, 1, 0, 5, 1, 50, [0, 10], 0), 9)
-    change = state.ready(1, ShareReady(0, 1, 0, 7, 1, 70, [0, 10], 0), 9)
+    state.ready(0, ShareReady(0, 1, 0, 5, 1, 50, [0, 10], 0), 9, 0.0)
+    change = state.ready(1, ShareReady(0, 1, 0, 7, 1, 70, [0, 10], 0), 9, 0.0)
     assert sent[-1] == ShareOrder(0, 1, True, [15, 5], 0, 7, 1007 - 140)
-    # 43 steps of 20, and 7 samples in the last one.
-    assert change is not None and change.totals == (70 + 43 * 15 + 5, 70 + 43 * 5 + 2)
+    assert change is not None and change.planned == (70, 70)
     assert [state.samples(0, step) for step in (6, 7)] == [10, 15]
-    assert state.opens(LeaseAsk(0, 1, 1007, 10, False, 0), 1007) == (50 * 15 + 5, 50 * 5 + 2)
+    assert state.opens(LeaseAsk(0, 1, 1007, 10, False, 0), 1007) == (15, 5)
 
 
 def test_ranks_between_two_epochs_are_asked_again_and_all_of_them_begin_the_next_one_with_the_shares() -> None:
@@ -349,13 +368,13 @@ def test_ranks_between_two_epochs_are_asked_again_and_all_of_them_begin_the_next
     state = ShareState(2, sent.append)
     state.opens(LeaseAsk(0, 0, 1000, 10, False, 0), 1000)
     state.propose((15, 5), now_s=0.0)
-    state.ready(0, ShareReady(0, 1, 1, 60, 1, 50, [0, 10], 0), 60)
-    assert state.ready(1, ShareReady(0, 1, 1, EPOCH_START, 1, 0, [0, 10], 0), 60) is None and not state.shares
+    state.ready(0, ShareReady(0, 1, 1, 60, 1, 50, [0, 10], 0), 60, 0.0)
+    assert state.ready(1, ShareReady(0, 1, 1, EPOCH_START, 1, 0, [0, 10], 0), 60, 0.0) is None and not state.shares
     state.propose((15, 5), now_s=0.0)
-    state.ready(0, ShareReady(0, 2, 0, 49, 1, 490, [0, 10], 0), 50)
-    change = state.ready(1, ShareReady(0, 2, 1, EPOCH_START, 1, 0, [0, 10], 0), 50)
+    state.ready(0, ShareReady(0, 2, 0, 49, 1, 490, [0, 10], 0), 50, 0.0)
+    change = state.ready(1, ShareReady(0, 2, 1, EPOCH_START, 1, 0, [0, 10], 0), 50, 0.0)
     assert change is not None and sent[-1] == ShareOrder(0, 2, True, [15, 5], 1, EPOCH_START, 1000)
-    assert change.totals == (750, 250)
+    assert change.planned == (0, 0)
 
 
 def _answers(control: ShareControl, sent: list[Message]) -> None:
@@ -363,7 +382,7 @@ def _answers(control: ShareControl, sent: list[Message]) -> None:
     proposal = sent[-1]
     assert isinstance(proposal, ShareProposal)
     for rank in range(2):
-        control.ready(rank, ShareReady(0, proposal.number, 0, 5, 1, 50, [0, 10], 0), 9)
+        control.ready(rank, ShareReady(0, proposal.number, 0, 5, 1, 50, [0, 10], 0), 9, 0.0)
 
 
 def test_what_the_plan_in_force_asks_for_is_proposed() -> None:
@@ -435,7 +454,7 @@ def test_the_user_s_own_shares_and_usual_batches_are_not_given_up_for_a_limit() 
         control.tick(plan, float(step))
         assert sent[-1] == ShareProposal(0, step + 1, shares)
         for rank in range(2):
-            control.ready(rank, ShareReady(0, step + 1, 0, 5, 1, 50, [0, 10], 9), 9)
+            control.ready(rank, ShareReady(0, step + 1, 0, 5, 1, 50, [0, 10], 9), 9, 0.0)
         assert control.state.shares == tuple(shares)
         control.state.shares = ()
 

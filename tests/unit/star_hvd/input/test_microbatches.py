@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.rules.leasing import Span, joined
+from scheduler.rules.runs import Span, joined
 from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseReturn, ReportConsumed
