@@ -49,8 +49,10 @@ def shard(
     """Share a dataset among the ranks through a work queue: each sample once per epoch, more for faster ranks.
 
     Collective: all ranks call it, in the same order if there are several loaders. Each iteration over the result is one
-    epoch with its own permutation. The weight of a rank's gradient is proportional to the size of its batch, so a
-    short last batch counts for less.
+    epoch with its own permutation, that of torch's `DistributedSampler` with the same seed and epoch. Where all ranks
+    make every step together, as in `sync`, `sync(balanced)`, `sync(steal)` and with `accuracy="exact"`, each step has
+    the samples that it has with plain Horovod and that sampler; only a short last step does not repeat samples. The
+    weight of a rank's gradient is proportional to the size of its batch, so a short last batch counts for less.
 
     A DataLoader keeps all its settings: workers, collate function, pinning, prefetching, persistent workers, worker
     init, generator, multiprocessing context, timeout, `drop_last`, `in_order`. Only its sampler is replaced: a random

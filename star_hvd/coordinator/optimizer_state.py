@@ -511,6 +511,13 @@ class OptimizerState:
         return not (self.exact or self.microbatches or self.refused is not None)
 
     @property
+    def stays_in_step(self) -> bool:
+        """Whether all ranks make every step together, in the mode that the user asked for or in all allowed ones."""
+        asked = self._registered.values()
+        fixed = bool(asked) and all(plan is not None and plan.lockstep for plan in asked)
+        return self.exact or self.refused is not None or fixed
+
+    @property
     def _is_bound(self) -> bool:
         """Whether only plain `sync` is possible: relaxed modes are refused, and so are other exact modes.
 

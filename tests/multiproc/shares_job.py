@@ -12,7 +12,7 @@ import torch
 import star_hvd as hvd
 from tests.support.launch import write_result
 
-SAMPLES, BATCH = 995, 19  # 13 steps of 76 samples and one of 7.
+SAMPLES, BATCH, SEED = 995, 19, 11  # 13 steps of 76 samples and one of 7.
 CLIP, DECAY, RATE = 0.05, 0.1, 0.01
 
 
@@ -53,7 +53,7 @@ def _train(
     net = _net() if net is None else net
     scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler
     optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
-    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, num_workers=workers, drop_last=drop_last)
+    loader = hvd.shard(_data(), batch_size=BATCH, seed=SEED, num_workers=workers, drop_last=drop_last)
     behind: list[torch.Tensor] = []
     taken: list[list[list[int]]] = []
     for epoch in range(epochs):
@@ -86,6 +86,19 @@ def _reference(taken: list[list[list[list[int]]]]) -> list[torch.Tensor]:
     return behind
 
 
+def _in_rows(taken: list[list[list[list[int]]]]) -> list[bool]:
+    """Whether the whole steps of each epoch have the samples that plain Horovod's usual sampler gives them."""
+    found = []
+    for epoch in range(len(taken[0])):
+        generator = torch.Generator().manual_seed(SEED + epoch)  # As in torch's `DistributedSampler`.
+        order = torch.randperm(SAMPLES, generator=generator).tolist()
+        whole = len(taken) * BATCH
+        rows = [sorted(order[begin : begin + whole]) for begin in range(0, SAMPLES - whole + 1, whole)]
+        steps = [sorted(i for batch in step for i in batch) for step in zip(*(r[epoch] for r in taken), strict=False)]
+        found.append(steps[: len(rows)] == rows)
+    return found
+
+
 def _facts(
     optimizer: Any, behind: list[torch.Tensor], expected: list[torch.Tensor], taken: list[list[list[list[int]]]]
 ) -> dict[str, Any]:
@@ -109,6 +122,7 @@ def _facts(
             sorted(i for rank in taken for batch in rank[epoch] for i in batch) == list(range(SAMPLES))
             for epoch in epochs
         ],
+        "rows": _in_rows(taken),
         "mode": optimizer.mode,
         "stats": optimizer.stats(),
         "explain": hvd.explain() if hvd.rank() == 0 else "",
@@ -116,15 +130,18 @@ def _facts(
     }
 
 
-def check(results: list[dict[str, Any]]) -> None:
-    """Every step but the last one of an epoch has the global batch, every sample is taken once, nothing is late.
+def check(results: list[dict[str, Any]], *, rows_from: int = 0) -> None:
+    """Every step but the last one of an epoch has plain Horovod's global batch, every sample is taken once, none late.
 
     Args:
         results: Facts of all ranks.
+        rows_from: First epoch whose steps have the samples of plain Horovod's: one for which it is known when it begins
+            that the ranks stay in step.
     """
     whole = len(results) * BATCH
     for result in results:
         assert all(result["once"])
+        assert all(result["rows"][rows_from:]), result["rows"]
         assert result["error"] < 1e-6
         assert result["stats"]["max_staleness"] == result["stats"]["folds"] == result["stats"]["drops"] == 0
         for epoch in result["sizes"]:

@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from scheduler.rules.leasing import Answer, LeaseQueue
 from scheduler.rules.runs import spans, without
 from star_hvd.channel.messages.base import EpochEnd, Message
-from star_hvd.channel.messages.leases import LeaseAsk, LeaseRecall, LeaseReturn
+from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, LeaseReturn
 from star_hvd.config import Config
 from star_hvd.coordinator.lease_service import LeaseService
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.input.lease_stock import LeaseStock
+from star_hvd.input.lease_stock import LeaseStock, runs_of
 from star_hvd.runtime.coordinator_client import CoordinatorClient
 from tests.support.effort import cases
 from tests.support.leases import lease
@@ -447,6 +447,30 @@ def test_a_stock_that_runs_dry_names_the_coordinator_and_asks_again_after_a_reca
     assert sent[-1] == LeaseReturn(0, 1, 8, True, early=True)
     stock.on_message(lease(0, 1, 40, 44))  # It was on its way; the coordinator has it back already.
     assert len(sent) == 5
+
+
+def test_what_a_rank_is_dealt_takes_the_place_of_what_lies_behind_its_next_batches() -> None:
+    sent: list[Message] = []
+    stock = LeaseStock(0, 0, 0, samples=100, batch=4, drop_last=False, send=sending_to(sent))
+    stock.open()
+    stock.on_message(lease(0, 0, 0, 40))
+    first = stock.form()
+    assert first is not None and stock.take(first.number) is not None and stock.form() is not None
+    stock.on_message(Lease(0, 0, [50, 2, 10, 3, 90, 1, 1, 1], behind=10))
+    formed = []
+    while (batch := stock.form()) is not None:
+        formed.append(batch.spans)
+    assert formed == [((8, 10), (50, 52)), ((60, 62), (70, 72)), ((90, 91),)], "ten of the first forty stay"
+    stock.on_message(Lease(0, 0, [95, 2, 2, 1], behind=12))
+    with pytest.raises(ValueError, match=r"formed batches of 5 samples that were dealt to other ranks; .* report it"):
+        stock.wait(1.0, lambda: None, lambda: 0.0)
+
+
+def test_numbers_that_are_no_runs_are_refused() -> None:
+    for numbers in ([1, 2, 3], [-1, 1, 1, 1], [0, 0, 0, 1], [0, 3, 2, 1], [0, 1, 1, 0]):
+        with pytest.raises(ChannelError, match="no runs"):
+            runs_of(numbers)
+    assert runs_of([]) == []
 
 
 def test_an_answer_that_comes_at_once_finds_its_stock() -> None:

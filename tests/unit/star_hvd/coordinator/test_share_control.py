@@ -469,6 +469,20 @@ def test_ranks_that_meet_within_a_pass_get_equal_shares_in_plain_sync() -> None:
     assert sent == [ShareProposal(0, 1, [10, 10])]
 
 
+def test_ranks_are_told_of_the_equal_shares_with_which_an_epoch_began_once_they_need_to_know() -> None:
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.state.in_step = True
+    assert control.state.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000) == (10, 10)
+    control.tick(Plan.sync(2), 0.0)
+    assert not sent
+    control.tick(Plan.sync(2), 1.0, even=True)
+    assert sent == [ShareProposal(0, 1, [10, 10])]
+    _answers(control, sent)
+    control.tick(Plan.sync(2), 2.0, even=True)
+    assert len(sent) == 2, "the proposal and its order"
+
+
 def test_times_of_a_window_are_those_of_equal_batches() -> None:
     sent: list[Message] = []
     control = ShareControl(2, sent.append)
