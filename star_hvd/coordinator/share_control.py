@@ -244,10 +244,13 @@ class ShareControl:
 
     def note(self, rank: int, step: int, compute_s: float) -> None:
         """Take in a rank's time of a step."""
-        if rank not in self._warm:
+        if self.policy is None:
             self._warm.add(rank)
-        elif self.policy is not None:
+        elif rank in self._warm:
             self.policy.note(rank, self.state.samples(rank, step), compute_s)
+        else:
+            self._warm.add(rank)
+            self.policy.note_first(rank, compute_s)
 
     def tick(self, plan: Plan, now_s: float, *, even: bool = False) -> None:
         """Propose other shares if the plan in force or the measured times call for them.

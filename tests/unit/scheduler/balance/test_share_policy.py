@@ -100,6 +100,25 @@ def test_a_straggler_that_moves_makes_no_step_dearer_on_the_whole_and_fewer_the_
     assert total_s <= part * 300 * 4.0, job.changes
 
 
+def at_start(first_s: list[float], second_s: list[float]) -> tuple[int, ...] | None:
+    """What is decided from two reports of every rank, of which the first contains what is done only once."""
+    policy = SharePolicy(4, BATCH)
+    for rank, time_s in enumerate(first_s):
+        policy.note_first(rank, time_s)
+    assert policy.decide((BATCH,) * 4) is None
+    for rank, time_s in enumerate(second_s):
+        policy.note(rank, BATCH, time_s)
+    return policy.decide((BATCH,) * 4)
+
+
+def test_the_first_reports_may_confirm_a_slow_rank_but_show_none_by_themselves() -> None:
+    found = at_start([1.7, 1.5, 1.6, 4.6], [1.0, 1.0, 1.0, 4.0])
+    assert found == solve_shares([1.0, 1.0, 1.0, 4.0], BATCH, 0.0)
+    assert at_start([9.0, 1.5, 1.6, 1.5], [1.0] * 4) is None, "rank 0 did something once"
+    assert at_start([9.0, 1.5, 1.6, 1.5], [1.0, 1.0, 1.0, 4.0]) is None, "the reports contradict each other"
+    assert at_start([1.4, 1.0, 1.0, 1.0], [1.4, 1.0, 1.0, 1.0]) is None, "a little slower is not clear yet"
+
+
 def test_small_differences_change_shares_only_where_the_times_tell_them() -> None:
     assert Job(lambda rank, step: 1.08 if rank == 1 else 1.0, fixed=0.0, jitter=0.005).run(100).shares[1] < BATCH
     assert not Job(lambda rank, step: 1.02 if rank == 1 else 1.0, jitter=0.005).run(100).changes
