@@ -116,7 +116,7 @@ class PassTimes:
         measured = [known for known, ratio in self._worst.items() if ratio]
         same = np.array([ages[known] == ages[step] for known in measured], dtype=float)
         weights = (same + _PRIOR / len(measured)) / (same.sum() + _PRIOR)
-        return np.array([self._worst[known] for known in measured]), weights
+        return _surprises(np.array([self._worst[known] for known in measured])), weights
 
     def _note_pair(self, one: tuple[int, float], other: tuple[int, float]) -> None:
         """Solve t = pace (fixed + m), known at two sizes, for `fixed`."""
@@ -177,6 +177,16 @@ class PassTimes:
             if mean_s < (1.0 - _TIE) * best_s:
                 best_s, found = mean_s, limit_s
         return found
+
+
+def _surprises(ratios: Array) -> Array:
+    """Return the ratios without the scatter of usual passes, which a short first pass would not avoid.
+
+    The worst of a step's passes is always a little longer than expected, and the rest of the step is no better.
+    """
+    usual = ratios[ratios <= _SLOWED]
+    found = ratios / max(1.0, float(np.median(usual))) if len(usual) else ratios
+    return np.where(found > _LATE, found, 1.0)
 
 
 def first_size(count: int, cap: int, fixed: float, first: float) -> int:
