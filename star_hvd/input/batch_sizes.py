@@ -2,16 +2,18 @@
 
 All ranks change their shares at the same step. A loader forms batches ahead of the training, so a change takes effect
 at a step for which no rank has formed its batch yet: when the coordinator asks, a rank answers with its first such step
-and forms nothing from there on until the coordinator has announced the step for all. With a margin of a batch no rank
-has to wait for that, as long as a step takes longer than the answer. Only where ranks could not go on with different
-numbers of batches, the training thread waits for the order (`await_shares`): a short epoch would be over before it
-comes.
+and forms nothing from there on until the coordinator has announced the step for all. No rank has to wait for that, as
+the order comes before the next batch is needed: where batches take no longer than messages, a rank may form one more.
+Only where ranks could not go on with different numbers of batches, the training thread waits for the order
+(`await_shares`): a short epoch would be over before it comes.
 
 A batch's size depends only on its index in the epoch: a batch that is called back and formed again has the same size.
 """
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,9 +25,9 @@ from star_hvd.locks import ordered_condition
 
 __all__ = ["BatchSizes"]
 
-_MARGIN = 1
-"""Batches a rank may still form while an order is in transit, besides those in training and loaded ahead: a step takes
-longer than a message round trip, and each further batch would delay the change."""
+_LONG_S = 0.02
+"""Time of a batch that exceeds that of a proposal, its answers and the order by far: then a rank may form no further
+batch while an order is in transit, since each would delay the change by a step. Otherwise it may form one."""
 
 _REFUSALS = 3
 """Orders given up before `await_shares` stops waiting: the first may have come while some rank opened the epoch, and
@@ -61,6 +63,7 @@ class BatchSizes(BatchSizer):
         send: Sends a control message; does not wait.
         step: Returns the step that the training thread is at.
         most: Returns the most samples per batch that fit in memory, 0 if unknown.
+        clock: The time in seconds; only differences count.
     """
 
     def __init__(
@@ -71,9 +74,10 @@ class BatchSizes(BatchSizer):
         send: Callable[[Message], None],
         step: Callable[[], int],
         most: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank, self._loader = rank, loader
-        self._send, self._step, self._most = send, step, most
+        self._send, self._step, self._most, self._clock = send, step, most, clock
         # Guards the fields below; messages are queued under it.
         self._changed = ordered_condition("BatchSizes._changed")
         self._refused = 0  # Orders given up in this epoch.
@@ -84,6 +88,7 @@ class BatchSizes(BatchSizer):
         self._formed = 0  # Number of the epoch's batches that have a size; no later batch has been formed.
         self._at = (0, 0)  # The first batch delivered in some step: its index in the epoch, and the step.
         self._batches = 1  # Batches per step.
+        self._delivered_s, self._interval_s = math.nan, 0.0  # The last delivery, and the time since the one before.
         self._held: _Held | None = None
         self._open = False
 
@@ -122,8 +127,9 @@ class BatchSizes(BatchSizer):
 
     def delivered(self, index: int) -> None:
         """Note that the training loop gets the `index`-th batch of the epoch. Called in the training thread."""
-        step = self._step()
+        step, now_s = self._step(), self._clock()
         with self._changed:
+            self._interval_s, self._delivered_s = now_s - self._delivered_s, now_s
             index_before, step_before = self._at
             if step > step_before and index > index_before:
                 self._batches = max(1, round((index - index_before) / (step - step_before)))
@@ -170,9 +176,10 @@ class BatchSizes(BatchSizer):
             self._held = _Held(message.number, self._epoch + 1, 0, EPOCH_START, self._batches)
             taken, planned = 0, [0, 0]
         else:
-            # The first batch of a step after the margin.
+            # The first batch of a step after those that are formed, and the margin.
             at, step = self._at
-            steps = max(0, -(-(self._formed + _MARGIN - at) // self._batches))
+            margin = 0 if self._interval_s > _LONG_S else 1
+            steps = max(0, -(-(self._formed + margin - at) // self._batches))
             index = at + steps * self._batches
             self._held = _Held(message.number, self._epoch, index, step + steps, self._batches)
             taken = self._taken_before(index)

@@ -73,7 +73,11 @@ class Job:
             loader, change.epoch, change.shares, change.planned, now_s
         )
         self.step = [0] * ranks
-        self.sizes = [BatchSizes(rank, 0, send=self.up[rank].append, step=self._step_of(rank)) for rank in range(ranks)]
+        clock = lambda: 0.05 * self.random.random()  # noqa: E731  # Batches take longer than messages, or do not.
+        self.sizes = [
+            BatchSizes(rank, 0, send=self.up[rank].append, step=self._step_of(rank), clock=clock)
+            for rank in range(ranks)
+        ]
         self.epoch = 0
         self.changes_left = changes
         self.formed: list[deque[int]] = []  # Numbers of batches.
@@ -281,6 +285,19 @@ def test_ranks_form_nothing_from_where_they_said_on_until_the_order_and_wait_no_
     assert stock.wait(60.0, lambda: None, lambda: 0.0)
     later = [stock.form(), stock.form(), stock.form()]
     assert [batch.samples for batch in later if batch is not None] == [10, 10, 5], "the other rank was two steps on"
+
+
+def test_a_change_waits_for_no_further_batch_where_those_take_longer_than_messages() -> None:
+    sent: list[Message] = []
+    now_s = [0.0]
+    sizes = BatchSizes(0, 0, send=sent.append, step=lambda: round(now_s[0] / 0.05), clock=lambda: now_s[0])
+    sizes.begin_epoch(0, 1000, 10)
+    for index in range(3):
+        now_s[0] = 0.05 * index
+        sizes.size(index)
+        sizes.delivered(index)
+    sizes.on_message(ShareProposal(0, 1, [15, 5]))
+    assert sent == [ShareReady(0, 1, 0, 3, 1, 30, [0, 10], 0)]
 
 
 def test_a_batch_that_was_called_back_has_its_size_again() -> None:
