@@ -151,7 +151,7 @@ class LeaseQueue:
                 raise ValueError(f"lease queue {name} is {value}; expected at least {least}")
         self.n_samples, self.batch_size = n_samples, batch_size
         stop = n_samples - n_samples % batch_size if drop_last else n_samples
-        self._free: deque[Span] = deque(without([(0, stop)], done))
+        self._free: deque[Run] = deque(map(run_of, without([(0, stop)], done)))
         self._holders = [_Holder() for _ in range(world_size)]
         self._lease_s = lease_s
         self._rows = False  # Whether ranks hold their parts of all rows.
@@ -160,7 +160,7 @@ class LeaseQueue:
     @property
     def free(self) -> int:
         """Positions that no rank holds."""
-        return sum(stop - start for start, stop in self._free)
+        return samples(self._free)
 
     def held(self, rank: int) -> int:
         """Positions that a rank holds and has not begun, by its last report."""
@@ -206,20 +206,20 @@ class LeaseQueue:
             raise ValueError(f"ranks that take {list(planned)} positions before cannot be dealt rows now")
         kept = [max(0, count - each.begun) for each, count in zip(self._holders, planned, strict=True)]
         rest = [run for each, keep in zip(self._holders, kept, strict=True) for run in behind(each.held, keep)]
-        pool = [run_of(span) for span in positions([*map(run_of, self._free), *rest])]
+        pool = [run_of(span) for span in positions([*self._free, *rest])]
         found: list[list[Run]] = []
         for each, keep in zip(self._holders, kept, strict=True):
             each.held = first(each.held, keep)
             lacks = 0 if each.ended else keep - samples(each.held)  # It would have asked for them.
             found.append(first(pool, lacks))
             pool = behind(pool, lacks)
-        self._rows, free = bool(shares), spans(pool)
+        self._rows = bool(shares)
         if shares:
-            last = divide(sum(stop - start for start, stop in free) % sum(shares), shares)
-            for own, part in zip(found, dealt(free, shares, last), strict=True):
+            last = divide(samples(pool) % sum(shares), shares)
+            for own, part in zip(found, dealt(spans(pool), shares, last), strict=True):
                 own += part
-            free = [span for own, each in zip(found, self._holders, strict=True) if each.ended for span in spans(own)]
-        self._free = deque(free)
+            pool = [run for own, each in zip(found, self._holders, strict=True) if each.ended for run in own]
+        self._free = deque(pool)
         return [(rank, own) for rank, own in enumerate(found) if self._gives(self._holders[rank], own)]
 
     @staticmethod
@@ -311,12 +311,12 @@ class LeaseQueue:
         if not unasked:
             holder.recalled = False
             holder.keeps = kept if kept > holder.keep else 0
-        self._free.extendleft(reversed(spans(behind(holder.held, kept))))
+        self._free.extendleft(reversed(behind(holder.held, kept)))
         holder.held = first(holder.held, kept)
         if undone:
             self._progress += 1
             holder.done = [run_of(span) for span in without(spans(holder.done), undone)]
-            self._free.extendleft(reversed(undone))
+            self._free.extendleft(run_of(span) for span in reversed(undone))
 
     @property
     def over(self) -> bool:
@@ -327,7 +327,7 @@ class LeaseQueue:
         """Remove a rank, which begins no more positions; those it holds become free."""
         holder = self._holder(rank)
         self._progress += 1
-        self._free.extendleft(reversed(spans(holder.held)))
+        self._free.extendleft(reversed(holder.held))
         holder.held = []
         holder.undelivered = 0
         holder.ended, holder.recalled, holder.waits, holder.untold = True, False, False, False
@@ -415,12 +415,10 @@ class LeaseQueue:
         """Give a rank the first free positions, `batches` batches at most."""
         found, left = list[Run](), batches * self.batch_size
         while self._free and left > 0:
-            start, end = self._free.popleft()
-            stop = min(end, start + left)
-            if stop < end:
-                self._free.appendleft((stop, end))
-            found.append(run_of((start, stop)))
-            left -= stop - start
+            run = self._free.popleft()
+            found += first([run], left)
+            self._free.extendleft(reversed(behind([run], left)))
+            left -= run.size * run.pieces
         holder.held += found
         return found
 
@@ -432,7 +430,7 @@ class LeaseQueue:
         overlap it.
         """
         own_s = self._holders[rank].pace_s
-        left = self._batches(map(run_of, self._free)) + sum(self._holds_now(each, now_s) for each in self._holders)
+        left = self._batches(self._free) + sum(self._holds_now(each, now_s) for each in self._holders)
         most, rate, ahead = _FIRST, 1.0, self._holders[rank].ahead
         slowness = 1.0
         if not math.isnan(own_s):
@@ -504,7 +502,7 @@ class LeaseQueue:
             return False
         # A rank requests more when it begins the last batch it holds.
         end_s = now_s + (2.0 if holder.begun else 1.0) * holder.pace_s
-        batches, needed = 0, self._batches(map(run_of, self._free))
+        batches, needed = 0, self._batches(self._free)
         for other, each in enumerate(self._holders):
             pace_s = each.pace_s
             if other == rank or each.ended or each.waits or math.isnan(each.heard_s) or math.isnan(pace_s):

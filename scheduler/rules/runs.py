@@ -11,7 +11,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Run", "Span", "behind", "dealt", "first", "joined", "positions", "run_of", "samples", "spans", "without"]
+__all__ = [
+    "Run", "Span", "append", "behind", "dealt", "first", "joined", "positions", "run_of", "samples", "spans", "without",
+]  # fmt: skip
 
 Span = tuple[int, int]
 
@@ -42,6 +44,21 @@ def spans(runs: Iterable[Run]) -> list[Span]:
         for run in runs
         for start in range(run.start, run.start + run.pieces * run.stride, run.stride)
     ]
+
+
+def append(runs: list[Run], span: Span) -> None:
+    """Append a span, as part of the last run where it continues that."""
+    start, size = span[0], span[1] - span[0]
+    if runs:
+        last = runs[-1]
+        stride = last.stride if last.pieces > 1 else start - last.start
+        if last.pieces == 1 and start == last.start + last.size:
+            runs[-1] = run_of((last.start, span[1]))
+            return
+        if size == last.size < stride and start == last.start + last.pieces * stride:
+            runs[-1] = Run(last.start, size, stride, last.pieces + 1)
+            return
+    runs.append(run_of(span))
 
 
 def first(runs: Iterable[Run], count: int) -> list[Run]:

@@ -36,7 +36,7 @@ from star_hvd.channel.messages.base import (
     StateSource,
     Unregister,
 )
-from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn, spans_of
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
 from star_hvd.channel.messages.shares import MemoryLimit, ShareReady
 from star_hvd.channel.messages.switch import (
@@ -53,7 +53,7 @@ from star_hvd.channel.messages.switch import (
     Switched,
 )
 from star_hvd.config import Config
-from star_hvd.coordinator.lease_service import LeaseService, MicrobatchService, spans_of
+from star_hvd.coordinator.lease_service import LeaseService, MicrobatchService
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.optimizer_state import OptimizerState
 from star_hvd.coordinator.set_ledger import SetLedger

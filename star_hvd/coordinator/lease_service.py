@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.rules.leasing import Answer, LeaseQueue
 from scheduler.rules.microbatches import Action, Kind, MicrobatchPool
-from scheduler.rules.runs import Run, Span, joined
+from scheduler.rules.runs import Run, Span, joined, positions, run_of
 from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import (
@@ -23,6 +23,9 @@ from star_hvd.channel.messages.leases import (
     LeaseRecall,
     LeaseReturn,
     ReportConsumed,
+    flat,
+    runs_of,
+    spans_of,
 )
 from star_hvd.channel.messages.microbatches import (
     MicrobatchBegin,
@@ -35,26 +38,9 @@ from star_hvd.channel.messages.microbatches import (
 )
 from star_hvd.errors import ChannelError
 
-__all__ = ["LeaseService", "MicrobatchService", "flat", "spans_of"]
+__all__ = ["LeaseService", "MicrobatchService"]
 
 Key = tuple[int, int]  # Loader and epoch.
-
-
-def flat(rows: Iterable[Span | Run]) -> list[int]:
-    """Return the numbers of spans or runs in one list, as in messages."""
-    return [number for row in rows for number in row]
-
-
-def spans_of(bounds: list[int]) -> list[Span]:
-    """Return the spans of a list from `flat`.
-
-    Raises:
-        ChannelError: The list is not pairs of a start and a later stop.
-    """
-    spans = list(zip(bounds[::2], bounds[1::2], strict=False))
-    if len(bounds) % 2 or any(not 0 <= start < stop for start, stop in spans):
-        raise ChannelError(f"{len(bounds)} bounds of spans of samples are no pairs of a start and a later stop")
-    return spans
 
 
 @dataclass(slots=True)
@@ -62,11 +48,11 @@ class _ConsumedQuery:
     """Answers of the ranks, as they come in, on what they have consumed up to one step.
 
     Attributes:
-        found: Spans by rank.
+        found: By rank.
         wanted: Ranks that want the result, and the numbers of their requests.
     """
 
-    found: dict[int, list[Span]] = field(default_factory=dict)
+    found: dict[int, list[Run]] = field(default_factory=dict)
     wanted: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -208,15 +194,15 @@ class LeaseService:
         key = (message.loader, message.epoch, message.step)
         query = self._queries.get(key)
         if query is not None:
-            query.found[rank] = spans_of(message.spans)
+            query.found[rank] = runs_of(message.runs)
             self._answer_query(key, query)
 
     def _answer_query(self, key: tuple[int, int, int], query: _ConsumedQuery) -> None:
         if len(query.found) == self._world_size:
             done = self._done.get(key[:2], [])
-            spans = flat(joined([*done, *(span for each in query.found.values() for span in each)]))
+            found = joined([*done, *positions(run for each in query.found.values() for run in each)])
             for rank, number in query.wanted:
-                self._send(rank, Consumed(*key, spans, number))
+                self._send(rank, Consumed(*key, flat(map(run_of, found)), number))
             query.wanted.clear()
 
     def interrupted(self, key: Key, done: list[Span]) -> None:

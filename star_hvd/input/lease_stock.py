@@ -22,31 +22,28 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler.rules.runs import Run, Span, first, samples, without
+from scheduler.rules.runs import Run, Span, append, first, samples
 from star_hvd.channel.messages.base import Message, Send
-from star_hvd.channel.messages.leases import Consumed, Lease, LeaseAsk, LeaseRecall, LeaseReturn, ReportConsumed
-from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.channel.messages.leases import (
+    Consumed,
+    Lease,
+    LeaseAsk,
+    LeaseRecall,
+    LeaseReturn,
+    ReportConsumed,
+    flat,
+    runs_of,
+)
+from star_hvd.errors import DeadlineError
 from star_hvd.locks import ordered_condition
 
-__all__ = ["Batch", "BatchSizer", "ConstantBatches", "Consumption", "LeaseStock", "runs_of"]
+__all__ = ["Batch", "BatchSizer", "ConstantBatches", "Consumption", "LeaseStock"]
 
 _LOOK_S = 0.5  # Interval between checks whether the wait has become pointless.
 _ASK_BELOW = 0.5  # Request more when less than this fraction of the stock after the last answer is left.
 _URGENT_S = 0.25  # A request waits for other messages (0.1 s at most) if the stock lasts longer than this.
 _SMOOTHING = 0.2  # Weight of the newest interval between two batches in the mean.
 _STEPS_KEPT = 512  # Number of latest batches whose step is remembered.
-
-
-def runs_of(numbers: list[int]) -> list[Run]:
-    """Return the runs of a list of their numbers, as in messages.
-
-    Raises:
-        ChannelError: The list is not four numbers for each run.
-    """
-    runs = [Run(*numbers[at : at + 4]) for at in range(0, len(numbers) - 3, 4)]
-    if len(numbers) % 4 or any(run.start < 0 or not 1 <= run.size <= run.stride or run.pieces < 1 for run in runs):
-        raise ChannelError(f"{len(numbers)} numbers of leased samples are no runs of pieces at equal distances")
-    return runs
 
 
 class BatchSizer(abc.ABC):
@@ -108,15 +105,14 @@ class Consumption:
     """The positions a rank has begun, and for recent ones the training step they were for."""
 
     def __init__(self) -> None:
-        self._before: list[Span] = []  # In order of consumption, adjacent ones joined.
+        self._before: list[Run] = []
         self._recent: deque[tuple[int, tuple[Span, ...]]] = deque(maxlen=_STEPS_KEPT)  # Step and spans per batch.
 
     def note(self, spans: tuple[Span, ...], step: int) -> None:
         """Note that a batch is begun after `step` steps; -1 if that number is unknown."""
         if len(self._recent) == _STEPS_KEPT:
-            for start, stop in self._recent[0][1]:
-                adjacent = bool(self._before) and self._before[-1][1] == start
-                self._before.append((self._before.pop()[0] if adjacent else start, stop))
+            for span in self._recent[0][1]:
+                append(self._before, span)
         self._recent.append((step, spans))
 
     def forget(self, spans: tuple[Span, ...]) -> None:
@@ -124,10 +120,14 @@ class Consumption:
         if self._recent and self._recent[-1][1] == spans:
             self._recent.pop()
 
-    def by(self, step: int) -> list[Span]:
+    def by(self, step: int) -> list[Run]:
         """Return the samples of all batches that were for steps up to this one."""
-        late = [span for for_step, spans in self._recent if 0 <= step <= for_step for span in spans]
-        return without([*self._before, *(span for _, spans in self._recent for span in spans)], late)
+        found = list(self._before)
+        for for_step, spans in self._recent:
+            if not 0 <= step <= for_step:
+                for span in spans:
+                    append(found, span)
+        return found
 
 
 class LeaseStock:
@@ -496,8 +496,8 @@ class LeaseStock:
         """Handle an answer, a recall, or a question about consumed samples."""
         with self._changed:
             if isinstance(message, ReportConsumed):
-                spans = [bound for span in self._consumption.by(message.step) for bound in span]
-                self._send(Consumed(self.loader, self.epoch, message.step, spans))
+                runs = flat(self._consumption.by(message.step))
+                self._send(Consumed(self.loader, self.epoch, message.step, runs))
                 return
             if self.closed:
                 return  # Everything was returned.

@@ -27,7 +27,7 @@ import torch
 from scheduler.rules.runs import Span
 from scheduler.rules.step_layout import StepLayout
 from star_hvd.channel.messages.base import Message
-from star_hvd.channel.messages.leases import Consumed, Lease, LeaseReturn, ReportConsumed
+from star_hvd.channel.messages.leases import Consumed, Lease, LeaseReturn, ReportConsumed, flat
 from star_hvd.channel.messages.microbatches import (
     MicrobatchBegin,
     MicrobatchesClosed,
@@ -263,8 +263,8 @@ class MicrobatchStock:
         """Handle a message of the coordinator."""
         with self._changed:
             if isinstance(message, ReportConsumed):
-                bounds = [bound for span in self._consumption.by(message.step) for bound in span]
-                self._send(Consumed(self.loader, self.epoch, message.step, bounds))
+                runs = flat(self._consumption.by(message.step))
+                self._send(Consumed(self.loader, self.epoch, message.step, runs))
             elif self.closed:
                 return
             elif isinstance(message, MicrobatchShares):

@@ -7,10 +7,19 @@ import queue
 import time
 from collections.abc import Callable
 
+from scheduler.rules.runs import spans
 from scheduler.rules.step_layout import StepLayout
 from star_hvd.channel.agent import Agent
 from star_hvd.channel.messages import base as messages
-from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, Lease, LeaseRecall, ReportConsumed
+from star_hvd.channel.messages.leases import (
+    Consumed,
+    ConsumedRequest,
+    Lease,
+    LeaseRecall,
+    ReportConsumed,
+    flat,
+    runs_of,
+)
 from star_hvd.channel.messages.microbatches import (
     MicrobatchesClosed,
     MicrobatchGrant,
@@ -226,7 +235,7 @@ class CoordinatorClient:
                 self._raise_failure()
                 continue
             if answer.number == asked.number:
-                return answer.spans
+                return flat(spans(runs_of(answer.runs)))
         raise DeadlineError(
             f"rank {self._rank} waited {self._config.control_deadline_s:g} s to hear which samples all ranks have "
             "consumed; a rank is frozen or lost"

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from scheduler.rules.runs import Run, Span
 from star_hvd.channel.messages.base import Message, message_kind
+from star_hvd.errors import ChannelError
 
-__all__ = ["Consumed", "ConsumedRequest", "Lease", "LeaseAsk", "LeaseRecall", "LeaseReturn", "ReportConsumed"]
+__all__ = [
+    "Consumed", "ConsumedRequest", "Lease", "LeaseAsk", "LeaseRecall", "LeaseReturn", "ReportConsumed", "flat",
+    "runs_of", "spans_of",
+]  # fmt: skip
 
 
 @message_kind
@@ -135,12 +141,41 @@ class ReportConsumed(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Consumed(Message):
-    """Starts and stops of consumed spans: one rank's, its answer to `ReportConsumed`, or all ranks', the coordinator's
-    answer to `ConsumedRequest`."""
+    """Consumed positions, in runs as in `Lease`: one rank's, its answer to `ReportConsumed`, or all ranks', the
+    coordinator's answer to `ConsumedRequest`."""
 
     kind: ClassVar[str] = "consumed"
     loader: int
     epoch: int
     step: int
-    spans: list[int]
+    runs: list[int]
     number: int = 0
+
+
+def flat(rows: Iterable[Span | Run]) -> list[int]:
+    """Return the numbers of spans or runs in one list, as in messages."""
+    return [number for row in rows for number in row]
+
+
+def spans_of(bounds: list[int]) -> list[Span]:
+    """Return the spans of a list from `flat`.
+
+    Raises:
+        ChannelError: The list is not pairs of a start and a later stop.
+    """
+    spans = list(zip(bounds[::2], bounds[1::2], strict=False))
+    if len(bounds) % 2 or any(not 0 <= start < stop for start, stop in spans):
+        raise ChannelError(f"{len(bounds)} bounds of spans of samples are no pairs of a start and a later stop")
+    return spans
+
+
+def runs_of(numbers: list[int]) -> list[Run]:
+    """Return the runs of a list from `flat`.
+
+    Raises:
+        ChannelError: The list is not four numbers for each run.
+    """
+    runs = [Run(*numbers[at : at + 4]) for at in range(0, len(numbers) - 3, 4)]
+    if len(numbers) % 4 or any(run.start < 0 or not 1 <= run.size <= run.stride or run.pieces < 1 for run in runs):
+        raise ChannelError(f"{len(numbers)} numbers of samples are no runs of pieces at equal distances")
+    return runs

@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.rules.leasing import Answer, LeaseQueue
-from scheduler.rules.runs import spans, without
+from scheduler.rules.runs import dealt, samples, spans, without
 from star_hvd.channel.messages.base import EpochEnd, Message
-from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, LeaseReturn
+from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, LeaseReturn, runs_of
 from star_hvd.config import Config
 from star_hvd.coordinator.lease_service import LeaseService
 from star_hvd.errors import ChannelError, DeadlineError
-from star_hvd.input.lease_stock import LeaseStock, runs_of
+from star_hvd.input.lease_stock import LeaseStock
 from star_hvd.runtime.coordinator_client import CoordinatorClient
 from tests.support.effort import cases
 from tests.support.leases import lease
@@ -560,6 +560,18 @@ def test_a_change_of_shares_keeps_what_comes_before_it_and_deals_what_is_left() 
     told = queue.deal((), (11, 16))
     assert [(rank, runs) for rank, runs in told] == [(0, []), (1, [])] and queue.held(0) == 11
     assert queue.free == 60 - 27 and answered(queue, 1, 16, 1.0) == [(27, 37)]
+
+
+def test_an_epoch_of_a_billion_samples_is_dealt_and_left_as_quickly_as_a_small_one() -> None:
+    queue = LeaseQueue(10**9, 19, 4)
+    queue.deal((24, 12, 16, 24), (0, 0, 0, 0))
+    for rank in range(4):
+        answer = queue.ask(rank, 0, 0.0)
+        assert isinstance(answer, list) and len(answer) <= 2
+    queue.deal((19, 19, 19, 19), (2400, 1200, 1600, 2400))
+    queue.leave(3)
+    assert queue.free == samples([run for run in dealt([(7600, 10**9)], (19,) * 4, (14,) * 4)[3]]) + 2400
+    assert queue.ask(0, 2400, 1.0) is Answer.LATER
 
 
 def test_no_rows_are_dealt_while_a_rank_gives_positions_back() -> None:

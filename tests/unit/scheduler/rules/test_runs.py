@@ -11,7 +11,20 @@ from hypothesis import strategies as st
 from torch.utils.data.distributed import DistributedSampler
 
 from scheduler.balance.batch_shares import divide
-from scheduler.rules.runs import Run, Span, behind, dealt, first, joined, positions, run_of, samples, spans, without
+from scheduler.rules.runs import (
+    Run,
+    Span,
+    append,
+    behind,
+    dealt,
+    first,
+    joined,
+    positions,
+    run_of,
+    samples,
+    spans,
+    without,
+)
 from star_hvd.input.sample_order import Permutation
 
 SPANS = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)))
@@ -38,6 +51,19 @@ def test_a_run_is_cut_anywhere(runs: list[Run], count: int) -> None:
     assert samples(runs) == len(whole)
     assert listed(spans(first(runs, count))) == whole[: max(0, count)]
     assert listed(spans(behind(runs, count))) == whole[max(0, count) :]
+
+
+@given(st.lists(RUN, max_size=4))
+def test_pieces_of_runs_are_put_together_again(runs: list[Run]) -> None:
+    found: list[Run] = []
+    for span in spans(runs):
+        append(found, span)
+    assert listed(spans(found)) == listed(spans(runs)) and len(found) <= len(spans(runs))
+    assert all(len(spans([run])) == 1 or run.size < run.stride for run in found)
+    rows: list[Run] = []
+    for row in range(1000):
+        append(rows, (10 * row + 3, 10 * row + 7))
+    assert rows == [Run(3, 4, 10, 1000)]
 
 
 @given(st.lists(st.integers(1, 40), max_size=5), st.lists(st.integers(0, 7), min_size=1, max_size=4), st.data())

@@ -9,9 +9,8 @@ import pytest
 from scheduler.records import Plan, StepTimes
 from scheduler.rules.runs import samples
 from star_hvd.channel.messages.base import Message
-from star_hvd.channel.messages.leases import Lease, LeaseAsk
+from star_hvd.channel.messages.leases import Lease, LeaseAsk, runs_of
 from star_hvd.channel.messages.switch import StepNote
-from star_hvd.input.lease_stock import runs_of
 from tests.support.job_states import Job, only
 
 BATCH, SAMPLES, PUSH_S = 16, 640, 0.8

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.rules.runs import Span, joined
+from scheduler.rules.runs import Span, joined, spans
 from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd.channel.messages.base import Message
-from star_hvd.channel.messages.leases import Consumed, Lease, LeaseReturn, ReportConsumed
+from star_hvd.channel.messages.leases import Consumed, Lease, LeaseReturn, ReportConsumed, flat, runs_of
 from star_hvd.channel.messages.microbatches import (
     MicrobatchBegin,
     MicrobatchGrant,
@@ -20,7 +20,7 @@ from star_hvd.channel.messages.microbatches import (
     MicrobatchReturn,
     MicrobatchShares,
 )
-from star_hvd.coordinator.lease_service import MicrobatchService, flat, spans_of
+from star_hvd.coordinator.lease_service import MicrobatchService
 from star_hvd.errors import StarError
 from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
 from tests.support.effort import cases
@@ -159,7 +159,7 @@ class Job:
             stock.on_message(ReportConsumed(0, 0, step))
             answer = sent.pop()
             assert isinstance(answer, Consumed)
-            found += spans_of(answer.spans)
+            found += spans(runs_of(answer.runs))
         return joined(found)
 
 
