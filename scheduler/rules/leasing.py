@@ -36,7 +36,20 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.balance.batch_shares import divide
-from scheduler.rules.runs import Run, Span, behind, dealt, first, joined, positions, run_of, samples, spans, without
+from scheduler.rules.runs import (
+    Run,
+    Span,
+    append,
+    behind,
+    dealt,
+    first,
+    joined,
+    positions,
+    run_of,
+    samples,
+    spans,
+    without,
+)
 
 __all__ = ["LEASE_S", "Answer", "LeaseQueue"]
 
@@ -58,6 +71,7 @@ _INTERVALS = 5
 
 _SLOW = 1.25
 """A rank whose batch time is at least this multiple of the fastest rank's does not get its share rounded up."""
+
 
 class Answer(enum.Enum):
     """The answer to a rank that gets no span."""
@@ -375,7 +389,11 @@ class LeaseQueue:
         if count:
             self._progress += 1
             holder.keeps = max(0, holder.keeps - count)
-            holder.done += first(holder.held, count)
+            for run in first(holder.held, count):
+                if run.pieces > 1:
+                    holder.done.append(run)
+                else:
+                    append(holder.done, (run.start, run.start + run.size))
             holder.held = behind(holder.held, count)
 
     def _decide_in_rows(self, rank: int) -> list[Run] | Answer:
