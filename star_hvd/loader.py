@@ -50,8 +50,8 @@ def shard(
 
     Collective: all ranks call it, in the same order if there are several loaders. Each iteration over the result is one
     epoch with its own permutation, that of torch's `DistributedSampler` with the same seed and epoch. Where all ranks
-    make every step together, as in `sync`, `sync(balanced)`, `sync(steal)` and with `accuracy="exact"`, each step has
-    the samples that it has with plain Horovod and that sampler; only a short last step does not repeat samples. The
+    make every step together, as in `sync`, `sync(balanced)`, `sync(steal)` and `auto` before a relaxed mode, each step
+    has the samples that it has with plain Horovod and that sampler; only a short last step does not repeat samples. The
     weight of a rank's gradient is proportional to the size of its batch, so a short last batch counts for less.
 
     A DataLoader keeps all its settings: workers, collate function, pinning, prefetching, persistent workers, worker

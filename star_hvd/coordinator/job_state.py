@@ -341,7 +341,7 @@ class JobState:
         for optimizer in self.optimizers.values():
             optimizer.has_queue = optimizer.has_queue or message.samples > 0
             optimizer.has_shares = optimizer.has_shares or (message.samples > 0 and not message.fixed)
-        self.shares.state.in_step = self._fed is not None and self._fed.stays_in_step
+        self.shares.state.in_step = self._fed is not None and self._fed.in_step
         self._leases.ask(rank, message, self._own_pace_s(rank), now_s)
 
     def _microbatch_open(self, rank: int, message: MicrobatchOpen, now_s: float) -> None:

@@ -511,11 +511,10 @@ class OptimizerState:
         return not (self.exact or self.microbatches or self.refused is not None)
 
     @property
-    def stays_in_step(self) -> bool:
-        """Whether all ranks make every step together, in the mode that the user asked for or in all allowed ones."""
+    def in_step(self) -> bool:
+        """Whether all ranks make every step together, and will as far as is known: no relaxed mode was asked for."""
         asked = self._registered.values()
-        fixed = bool(asked) and all(plan is not None and plan.lockstep for plan in asked)
-        return self.exact or self.refused is not None or fixed
+        return self.active.lockstep and all(plan is None or plan.lockstep for plan in asked)
 
     @property
     def _is_bound(self) -> bool:

@@ -130,18 +130,16 @@ def _facts(
     }
 
 
-def check(results: list[dict[str, Any]], *, rows_from: int = 0) -> None:
+def check(results: list[dict[str, Any]]) -> None:
     """Every step but the last one of an epoch has plain Horovod's global batch, every sample is taken once, none late.
 
     Args:
         results: Facts of all ranks.
-        rows_from: First epoch whose steps have the samples of plain Horovod's: one for which it is known when it begins
-            that the ranks stay in step.
     """
     whole = len(results) * BATCH
     for result in results:
         assert all(result["once"])
-        assert all(result["rows"][rows_from:]), result["rows"]
+        assert all(result["rows"]), result["rows"]
         assert result["error"] < 1e-6
         assert result["stats"]["max_staleness"] == result["stats"]["folds"] == result["stats"]["drops"] == 0
         for epoch in result["sizes"]:

@@ -40,7 +40,7 @@ def test_a_slow_rank_gets_fewer_samples(scenario: str) -> None:
 
 def test_what_refuses_relaxed_modes_leaves_the_exact_ones() -> None:
     results = _job("scaled")
-    check(results, rows_from=1)
+    check(results)
     assert "sync(balanced)" in results[0]["report"] and "only exact modes: a GradScaler" in results[0]["explain"]
 
 
