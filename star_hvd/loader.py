@@ -1,4 +1,4 @@
-"""`shard`: a loader fed by a work queue, so that fast ranks take more batches and all ranks end an epoch together."""
+"""`shard`: a loader fed by a work queue: fast ranks take more samples, and all ranks end an epoch together."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from star_hvd.wrapper.unweighted import unweighted
 __all__ = ["ShardLoader", "shard", "weigh", "work"]
 
 _EPOCHS_KEPT = 64  # In `ShardLoader.lease_waits`.
-_STATE = 1  # Version of `state_dict`.
+_STATE = 2  # Version of `state_dict`; 2 since the permutations are those of torch's `DistributedSampler`.
 
 
 def shard(
@@ -78,8 +78,9 @@ def shard(
             in one pass, at most two batches. For `sync`, `sync(steal)` and `auto`.
         **options: Further keywords of `DataLoader`: `sampler`, `batch_sampler`, `num_workers`, `pin_memory` and so on.
 
-    If a rank is late: it takes fewer batches; near the end of an epoch it takes none that the others would have to
-    wait for, and batches that its workers have loaded but it has not begun go to the others.
+    If a rank is late: in relaxed modes it takes fewer batches; near the end of an epoch it takes none that the others
+    would have to wait for, and batches that its workers have loaded but it has not begun go to the others. In the exact
+    modes it has its part of every step, which `sync(balanced)` and `sync(steal)` make small.
 
     Raises:
         ValueError: No batch size, data without length, a sampler that contradicts its own length, or more

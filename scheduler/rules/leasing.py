@@ -144,6 +144,9 @@ class LeaseQueue:
         lease_s: Seconds of work a rank holds ahead.
         done: Positions that were consumed before the epoch was interrupted; they are not handed out.
 
+    Attributes:
+        even: Whether the rest of the epoch is dealt in rows of which every rank has a part.
+
     Raises:
         ValueError: A count is out of range.
     """
@@ -169,6 +172,7 @@ class LeaseQueue:
         self._holders = [_Holder() for _ in range(world_size)]
         self._lease_s = lease_s
         self._rows = False  # Whether ranks hold their parts of all rows.
+        self.even = False
         self._progress = 0  # Counts the events after which another recall from the same rank may be useful.
 
     @property
@@ -197,7 +201,9 @@ class LeaseQueue:
             for each, count in zip(self._holders, planned, strict=True)
         )
 
-    def deal(self, shares: Sequence[int], planned: Sequence[int]) -> list[tuple[int, list[Run]]]:
+    def deal(
+        self, shares: Sequence[int], planned: Sequence[int], *, whole: bool = False
+    ) -> list[tuple[int, list[Run]]]:
         """Deal the rest of the epoch in rows, or end that.
 
         Every rank keeps what it takes before the change; what it holds beyond that is dealt with what no rank holds.
@@ -206,6 +212,7 @@ class LeaseQueue:
             shares: Positions of each rank in a row; empty to hand positions out on request again. A short last row is
                 divided in the same proportion.
             planned: Positions of the epoch that each rank takes before the change, those it has begun included.
+            whole: The last row is divided in batches instead: some ranks have no part in it.
 
         Returns:
             The ranks to tell, and what each of them gets behind the first `planned` positions it was given. The others
@@ -227,9 +234,10 @@ class LeaseQueue:
             lacks = 0 if each.ended else keep - samples(each.held)  # It would have asked for them.
             found.append(first(pool, lacks))
             pool = behind(pool, lacks)
-        self._rows = bool(shares)
+        self._rows, self.even = bool(shares), bool(shares) and not whole
         if shares:
-            last = divide(samples(pool) % sum(shares), shares)
+            short = samples(pool) % sum(shares)
+            last = _in_batches(short, self.batch_size, len(shares)) if whole else divide(short, shares)
             for own, part in zip(found, dealt(spans(pool), shares, last), strict=True):
                 own += part
             pool = [run for own, each in zip(found, self._holders, strict=True) if each.ended for run in own]
@@ -298,7 +306,6 @@ class LeaseQueue:
         undone: Iterable[Span] = (),
         *,
         undelivered: int = 0,
-        unasked: bool = False,
     ) -> None:
         """Take back the positions that a rank has not begun.
 
@@ -309,7 +316,6 @@ class LeaseQueue:
             kept: Positions after the begun ones that it still holds.
             undone: Positions it had begun that were never delivered.
             undelivered: Positions it has begun that may still come back.
-            unasked: It was not recalled; a recall already on its way to the rank still needs an answer.
 
         Raises:
             ValueError: It cannot have begun, kept or not delivered these positions; nothing is changed.
@@ -322,9 +328,8 @@ class LeaseQueue:
             raise ValueError(f"rank {rank} gives back samples that it had not begun")
         self._confirm(rank, begun, now_s)
         holder.undelivered = undelivered
-        if not unasked:
-            holder.recalled = False
-            holder.keeps = kept if kept > holder.keep else 0
+        holder.recalled = False
+        holder.keeps = kept if kept > holder.keep else 0
         self._free.extendleft(reversed(behind(holder.held, kept)))
         holder.held = first(holder.held, kept)
         if undone:
@@ -349,6 +354,9 @@ class LeaseQueue:
     def answers(self, now_s: float) -> Iterator[tuple[int, list[Run] | Answer]]:
         """Yield answers for the waiting ranks: positions, or the end of the epoch."""
         waiting = [rank for rank, each in enumerate(self._holders) if each.waits and not each.recalled]
+        if not self._free and any(each.held or each.undelivered for each in self._holders):
+            # The others go on waiting. At the end of an epoch many ranks wait, and each request calls this.
+            waiting = [rank for rank in waiting if self._holders[rank].held or self._holders[rank].undelivered]
         pace_s = {rank: self._holders[rank].pace_s for rank in waiting}
         idle = {rank: self._holders[rank].idle for rank in waiting}
         # Idle ranks first, and among them the fastest first.
@@ -402,7 +410,8 @@ class LeaseQueue:
         if holder.held or holder.undelivered:
             return Answer.LATER
         if self._free:
-            return self._lease(holder, 1)
+            ranks = sum(not each.ended for each in self._holders)
+            return self._lease(holder, max(1, min(2 * holder.ahead, self._batches(self._free) // ranks)))
         return self._wait_or_end(holder)
 
     def _wait_or_end(self, holder: _Holder) -> Answer:
@@ -533,3 +542,8 @@ class LeaseQueue:
             if share >= 1.0:  # False for NaN.
                 batches += math.floor(share)
         return batches >= needed
+
+
+def _in_batches(total: int, batch: int, ranks: int) -> tuple[int, ...]:
+    """Divide positions among the ranks in batches, one each, the first ranks first."""
+    return tuple(min(batch, max(0, total - rank * batch)) for rank in range(ranks))

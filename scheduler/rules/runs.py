@@ -8,7 +8,7 @@ and are those of Horovod's usual `DistributedSampler` with the same seed. A rank
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 __all__ = [
@@ -161,10 +161,7 @@ def positions(runs: Iterable[Run]) -> list[Span]:
     for run in runs:
         (by_stride.setdefault(run.stride, []) if run.pieces > 1 else loose).append(run)
     found: list[Span] = []
-    for stride, group in by_stride.items():
-        most = max(run.pieces for run in group)
-        rows = [run for run in group if 2 * run.pieces > most]
-        loose += [run for run in group if 2 * run.pieces <= most]
+    for stride, rows in _ending_together(by_stride):
         low = max(run.start for run in rows) - stride + 1  # From here on, each run begins one piece per stride.
         skips = [max(0, -(-(low - run.start) // stride)) for run in rows]
         common = min(run.pieces - skip for run, skip in zip(rows, skips, strict=True))
@@ -177,6 +174,21 @@ def positions(runs: Iterable[Run]) -> list[Span]:
         for run, skip in zip(rows, skips, strict=True):
             loose += first([run], skip * run.size) + behind([run], (skip + common) * run.size)
     return joined([*found, *spans(loose)])
+
+
+def _ending_together(by_stride: dict[int, list[Run]]) -> Iterator[tuple[int, list[Run]]]:
+    """Yield runs whose last pieces are in one row, as those of all ranks in one deal are."""
+    for stride, runs in by_stride.items():
+        found: list[Run] = []
+        end = 0
+        for last, run in sorted((run.start + (run.pieces - 1) * stride, run) for run in runs):
+            if found and last >= end:
+                yield stride, found
+                found = []
+            if not found:
+                end = last + stride
+            found.append(run)
+        yield stride, found
 
 
 def without(spans: Iterable[Span], gone: Iterable[Span]) -> list[Span]:

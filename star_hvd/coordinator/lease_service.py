@@ -68,8 +68,11 @@ class LeaseService:
         self._world_size = world_size
         self._send = send
         self._queues: dict[Key, LeaseQueue] = {}
-        # Batch shares with which a new epoch starts, by its number of samples; empty without.
-        self.shares: Callable[[LeaseAsk, int], Sequence[int]] = lambda message, samples: ()
+        # Batch shares with which a new epoch starts, by its number of samples; empty without. And whether the last step
+        # is divided in whole batches, see `LeaseQueue.deal`.
+        self.shares: Callable[[LeaseAsk, int], tuple[Sequence[int], bool]] = lambda message, samples: ((), False)
+        self._finished: set[int] = set()
+        self._fixed: set[Key] = set()  # Epochs whose batch sizes cannot follow shares.
         self._pace_s: dict[tuple[int, int], float] = {}  # Seconds per batch, by loader and rank.
         self._orders: dict[Key, tuple[int, int]] = {}  # Digest of the order, and the rank that reported it.
         self._done: dict[Key, list[Span]] = {}  # What was consumed before an epoch was interrupted.
@@ -138,13 +141,16 @@ class LeaseService:
             Whether that was possible now; if not, nothing is changed.
         """
         none = [0] * self._world_size
-        queues = [(key, queue, planned if key[1] == epoch else none) for key, queue in self._queues.items()
-                  if key[0] == loader and key[1] >= epoch]  # fmt: skip
+        queues = [
+            (key, queue, planned if key[1] == epoch else none)
+            for key, queue in self._queues.items()
+            if key[0] == loader and key[1] >= epoch and key not in self._fixed
+        ]
         if not all(queue.dealable(before) for _, queue, before in queues):
             return False
         for key, queue, before in queues:
             for rank, runs in queue.deal(shares, before):
-                self._send(rank, Lease(*key, flat(runs), behind=before[rank]))
+                self._send(rank, Lease(*key, flat(runs), behind=before[rank], even=queue.even))
             self._serve(key, queue, now_s)
         return True
 
@@ -160,15 +166,7 @@ class LeaseService:
             return  # The epoch ended long ago.
         try:
             undone = spans_of(message.undone)
-            queue.give_back(
-                rank,
-                message.begun,
-                now_s,
-                message.kept,
-                undone,
-                undelivered=message.undelivered,
-                unasked=message.unasked,
-            )
+            queue.give_back(rank, message.begun, now_s, message.kept, undone, undelivered=message.undelivered)
         except ValueError as error:
             raise ChannelError(str(error)) from error
         if message.leaves:
@@ -210,7 +208,8 @@ class LeaseService:
         self._done = {k: each for k, each in self._done.items() if k[0] != key[0] or k[1] >= key[1] - 1} | {key: done}
 
     def leave(self, rank: int, now_s: float) -> None:
-        """Free the samples held by a rank whose program has ended, for the other ranks."""
+        """Free the samples held by a rank whose program has ended, for the other ranks, now and in later epochs."""
+        self._finished.add(rank)
         for key, queue in self._queues.items():
             queue.leave(rank)
             self._serve(key, queue, now_s)
@@ -238,15 +237,20 @@ class LeaseService:
             del self._queues[old]  # A rank that leaves its loop may be epochs ahead of the others.
             self._orders.pop(old, None)
             self._done.pop(old, None)
+            self._fixed.discard(old)
         done = spans_of(message.done)
         queue = LeaseQueue(message.samples, message.batch, self._world_size, drop_last=message.drop_last, done=done)
         self._done[key] = done
         for (other, rank), pace_s in self._pace_s.items():
             if other == loader:
                 queue.forecast(rank, pace_s)
-        shares = self.shares(message, queue.free)
+        for rank in self._finished:
+            queue.leave(rank)
+        if message.fixed:
+            self._fixed.add(key)
+        shares, whole = self.shares(message, queue.free)
         if shares:
-            queue.deal(shares, [0] * self._world_size)
+            queue.deal(shares, [0] * self._world_size, whole=whole)
         self._queues[key] = queue
         return queue
 
@@ -259,7 +263,8 @@ class LeaseService:
 
     def _answer(self, key: Key, rank: int, answer: list[Run] | Answer) -> None:
         if answer is not Answer.WAIT:
-            self._send(rank, Lease(*key, flat(answer) if isinstance(answer, list) else [], answer is Answer.END))
+            runs = flat(answer) if isinstance(answer, list) else []
+            self._send(rank, Lease(*key, runs, answer is Answer.END, even=self._queues[key].even))
 
 
 class MicrobatchService:

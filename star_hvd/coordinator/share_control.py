@@ -97,8 +97,11 @@ class ShareState:
         """Whether a change has been proposed and not yet ordered or given up."""
         return self._proposal is not None
 
-    def opens(self, message: LeaseAsk, samples: int) -> tuple[int, ...]:
+    def opens(self, message: LeaseAsk, samples: int) -> tuple[tuple[int, ...], bool]:
         """Open an epoch of a loader; return the shares with which it starts, empty if there are none.
+
+        Also returned: whether the last step is divided in whole batches, since short ones are to be dropped and the
+        ranks do not expect a part of the shares' proportion.
 
         Args:
             message: The first request of the epoch.
@@ -107,13 +110,13 @@ class ShareState:
         if self.loader < 0 and samples > 0 and not message.fixed:
             self.loader, self.batch = message.loader, message.batch
         if message.loader != self.loader or message.fixed:
-            return ()
+            return (), False
         if (message.even or self.in_step) and not self.shares:
             self.shares = (self.batch,) * self._world_size
             self.told = bool(message.even)
         self._samples = {epoch: count for epoch, count in self._samples.items() if epoch > message.epoch - 2}
         self._samples[message.epoch] = samples
-        return self.shares
+        return self.shares, message.drop_last and not self.told
 
     def propose(self, shares: Sequence[int], now_s: float, *, bounded: bool = True) -> None:
         """Ask all ranks from which step on they can use other shares.

@@ -161,7 +161,7 @@ class LeasedBatches:
         uneven = bool(-(-rest // size) % ranks)
         if uneven and self._shares is not None and not at_end:  # The reason may be as new as the step before.
             self._shares.await_shares(_ORDER_S)
-        divided = self._shares is not None and (not at_end or self._shares.balanced)
+        divided = self._stock.dealt_evenly or (self._shares is not None and (not at_end or self._shares.balanced))
         if 0 < rest < ranks if divided else uneven:
             raise StarError(
                 f"an epoch of {self._n_samples} samples gives {ranks} ranks with batch_size {size} "

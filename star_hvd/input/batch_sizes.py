@@ -2,8 +2,9 @@
 
 All ranks change their shares at the same step. A loader forms batches ahead of the training, so a change takes effect
 at a step for which no rank has formed its batch yet: when the coordinator asks, a rank answers with its first such step
-and forms nothing from there on until the coordinator has announced the step for all. No rank has to wait for that, as
-the order comes before the next batch is needed: where batches take no longer than messages, a rank may form one more.
+and forms nothing from there on until the coordinator has announced the step for all. Hardly a
+rank waits for that, as the order comes before the next batch is needed: where batches take no longer than messages, a
+rank may form one more.
 Only where ranks could not go on with different numbers of batches, the training thread waits for the order
 (`await_shares`): a short epoch would be over before it comes.
 
@@ -123,7 +124,7 @@ class BatchSizes(BatchSizer):
             if self._holds(batch_index):
                 return None
             self._formed = batch_index + 1
-            return self._size_of(batch_index) or self._shares_at(batch_index)[self._rank]
+            return self._most_of(batch_index)
 
     def delivered(self, index: int) -> None:
         """Note that the training loop gets the `index`-th batch of the epoch. Called in the training thread."""
@@ -184,7 +185,7 @@ class BatchSizes(BatchSizer):
             self._held = _Held(message.number, self._epoch, index, step + steps, self._batches)
             taken = self._taken_before(index)
             later = [each.index - index for each in self._sizes if each.index > index]
-            planned = [part for ahead in (0, *later) for part in (ahead, self._size_of(index + ahead))]
+            planned = [part for ahead in (0, *later) for part in (ahead, self._most_of(index + ahead))]
         held = self._held
         self._send(
             ShareReady(
@@ -219,7 +220,7 @@ class BatchSizes(BatchSizer):
         return held is not None and (self._epoch, index) >= (held.epoch, held.index)
 
     def _taken_before(self, index: int) -> int:
-        """Return this rank's planned samples in the epoch's batches before one."""
+        """Return the most samples that this rank takes in the epoch's batches before one."""
         ends = [each.index for each in self._sizes[1:]] + [index]
         taken = 0
         for sizes, end in zip(self._sizes, ends, strict=True):
@@ -229,12 +230,16 @@ class BatchSizes(BatchSizer):
                 continue
             whole = min(count, sizes.remaining // sum(sizes.shares))
             taken += whole * sizes.shares[self._rank]
-            taken += sum(self._size_of(sizes.index + i) for i in range(whole, count))
+            taken += sum(self._most_of(sizes.index + i) for i in range(whole, count))
         return taken
 
     def _shares_at(self, index: int) -> tuple[int, ...]:
         sizes = self._at_index(index)
         return sizes.shares if sizes is not None else ()
+
+    def _most_of(self, index: int) -> int:
+        """Return the samples that a batch may take: behind this rank's part of the epoch, what others leave over."""
+        return self._size_of(index) or self._shares_at(index)[self._rank]
 
     def _size_of(self, index: int) -> int:
         """Return the planned samples of a batch; 0 if this rank has no part in the epoch's last step."""
@@ -243,7 +248,7 @@ class BatchSizes(BatchSizer):
             return self._batch
         left = self._left(sizes, index)
         if left <= 0 or left >= sum(sizes.shares):
-            return sizes.shares[self._rank]  # Samples left over against the plan are given out too.
+            return sizes.shares[self._rank]
         return divide(left, sizes.shares)[self._rank]
 
     def _at_index(self, index: int) -> _Sizes | None:

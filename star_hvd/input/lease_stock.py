@@ -9,8 +9,8 @@ batches may overtake each other (`in_order=False`) all batches in progress count
 identifies begun samples only by their number; if the loop is abandoned, they are listed one by one.
 
 A `BatchSizer` plans the batch sizes. With batch shares, the rank holds its part of all steps, a smaller batch is formed
-only if the coordinator has no more samples for it, and a rank that has had its share of the epoch returns the rest of
-its stock. When shares change, what lies behind the first batch with the new ones is replaced.
+only if the coordinator has no more samples for it. When shares change, what lies behind the first batch with the new
+ones is replaced.
 """
 
 from __future__ import annotations
@@ -191,9 +191,9 @@ class LeaseStock:
         self._reported = (-1, -1)  # Samples begun, and batches delivered, at the last request.
         self._largest = batch  # Most samples in a batch so far.
         self._asked = self._over = self._exhausted = False
+        self._even = False  # Whether the epoch is dealt so that all ranks get equally many batches.
         self._idle = False  # Whether the training thread has no work, until a batch is begun.
-        # Indices of batches, -1 for none: for which more was requested, no more comes, and the rest was returned.
-        self._asked_for = self._nothing_more_for = self._returned_for = -1
+        self._asked_for = self._nothing_more_for = -1  # Indices of batches, -1 for none.
         self._refused = ""
 
     def open(self) -> None:
@@ -232,35 +232,20 @@ class LeaseStock:
         return size is not None and self._suffices(size)
 
     def _suffices(self, size: int) -> bool:
-        """Whether the stock suffices for the next batch; if not, returns samples or requests more."""
+        """Whether the stock suffices for the next batch; if not, requests more."""
         index = self._next_index
         exact = self._sizer.balanced
         if self._over or not (exact or size != self.batch):
             return bool(self._runs)
-        if exact and self._returned_for != index and self._sizer.beyond(index):
-            if self._asked:
-                return False  # Samples in transit cannot be returned.
-            self._returned_for = index
-            self._return_rest()
         if self._left() >= size or self._nothing_more_for == index:
             return bool(self._runs)
         if not self._asked:
             self._ask(index)
         return False
 
-    def _return_rest(self) -> None:
-        """Return unformed samples, since this rank has had its share. Samples that others leave over may come back."""
-        if self._runs:
-            self._runs.clear()
-            self._send_return(self._on_their_way() if self._in_order else 0, unasked=True)
-
-    def _send_return(self, kept: int, *, unasked: bool = False) -> None:
+    def _send_return(self, kept: int) -> None:
         undelivered = 0 if self._in_order else self._on_their_way()
-        self._send(
-            LeaseReturn(
-                self.loader, self.epoch, self._begun, False, kept=kept, unasked=unasked, undelivered=undelivered
-            )
-        )
+        self._send(LeaseReturn(self.loader, self.epoch, self._begun, False, kept=kept, undelivered=undelivered))
 
     @property
     def _next_index(self) -> int:
@@ -283,6 +268,12 @@ class LeaseStock:
         with self._changed:
             self._nothing_more_for = -1
             self._changed.notify_all()
+
+    @property
+    def dealt_evenly(self) -> bool:
+        """Whether the epoch is dealt so that all ranks get equally many batches, if each gets a sample of the last."""
+        with self._changed:
+            return self._even
 
     @property
     def in_stock(self) -> int:
@@ -511,7 +502,7 @@ class LeaseStock:
             self._changed.notify_all()
 
     def _take_lease(self, message: Lease, runs: list[Run]) -> None:
-        dealt = message.behind >= 0
+        dealt, self._even = message.behind >= 0, message.even
         if dealt:
             self._nothing_more_for = -1
             keep = message.behind - self._begun - (self._on_their_way() if self._in_order else 0)
@@ -544,7 +535,6 @@ class LeaseStock:
         apply with batch shares, which no rank takes from another.
         """
         kept, head = 0, next(iter(self._formed.values()), None)
-        self._returned_for = -1  # Batches get other indices.
         if self._idle and not self._sizer.balanced and (head is None or self._in_order):
             keep = max(keep, self.batch if head is None else head.samples)
         if self._in_order:

@@ -89,7 +89,7 @@ def few() -> dict[str, Any]:
 
 
 def short() -> dict[str, Any]:
-    """Five batches for four ranks: the epoch is over before batch shares can be."""
+    """Five batches for four ranks, in two steps: the epoch is over before batch shares can be ordered."""
     return sparse(samples=5 * BATCH)
 
 

@@ -21,7 +21,7 @@ def _check(results: list[dict[str, Any]]) -> None:
         assert all(len(set(batches)) == 1 for batches in result["batches"])
 
 
-@pytest.mark.parametrize("scenario", ["sparse", "normalized", "native", "native_later"])
+@pytest.mark.parametrize("scenario", ["sparse", "short", "normalized", "native", "native_later"])
 def test_all_ranks_have_as_many_batches_to_the_end_of_the_epoch(scenario: str) -> None:
     _check(_job(scenario).check().results)
 
@@ -35,7 +35,7 @@ def test_an_optimizer_that_averages_without_weights_refuses_batch_shares() -> No
 
 @pytest.mark.parametrize(
     ("scenario", "reason"),
-    [("few", "sparse gradients"), ("short", "sparse gradients"), ("native_few", "an optimizer's gradients")],
+    [("few", "sparse gradients"), ("native_few", "an optimizer's gradients")],
 )
 def test_an_epoch_that_cannot_be_divided_is_refused(scenario: str, reason: str) -> None:
     job = _job(scenario)

@@ -62,6 +62,7 @@ class Lease(Message):
         refused: Why this rank gets nothing in this epoch, normally empty.
         behind: The rank keeps this many of all positions that it was given in this epoch, and gets these in place of
             all behind; -1 in the answer to a request, whose positions come behind all others.
+        even: The epoch is dealt in rows of which every rank has a part: all ranks get equally many batches.
     """
 
     kind: ClassVar[str] = "lease"
@@ -71,6 +72,7 @@ class Lease(Message):
     over: bool = False
     refused: str = ""
     behind: int = -1
+    even: bool = False
 
 
 @message_kind
@@ -94,7 +96,6 @@ class LeaseReturn(Message):
         undone: Starts and stops of spans that count as begun but were never delivered.
         leaves: The rank takes no more samples.
         early: Its program left the loop before it heard that the epoch is over; it does not wait for the other ranks.
-        unasked: Not an answer to `LeaseRecall`: the rank has had its share of the epoch.
         undelivered: Samples that count as begun but are not delivered yet, if batches may overtake each other.
     """
 
@@ -106,7 +107,6 @@ class LeaseReturn(Message):
     early: bool = False
     kept: int = 0
     undone: list[int] = field(default_factory=list)
-    unasked: bool = False
     undelivered: int = 0
 
 

@@ -1,7 +1,7 @@
 """Messages about batch shares: all ranks change the sizes of their batches at the same step.
 
-The coordinator proposes sizes. Every rank answers with the first step for which it has not formed a batch, and forms
-none for that or a later step until the order arrives. The order takes effect at the latest of those steps.
+The coordinator proposes sizes. Every rank answers with the first step from which it forms no batch until the order
+arrives: one for which it has formed none yet. The order takes effect at the latest of those steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ShareReady(Message):
 
     Attributes:
         epoch: Epoch of the loader.
-        step: First step for which it has formed no batch, `EPOCH_START` for the beginning of the epoch.
+        step: First step for which it forms no batch, `EPOCH_START` for the beginning of the epoch.
         batches: Batches of this rank per step.
         taken: Samples of the epoch in its batches before that step.
         ahead: Planned sizes, as pairs: number of batches after that step, and batch size from there; the first is at 0.

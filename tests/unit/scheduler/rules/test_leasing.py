@@ -562,6 +562,43 @@ def test_a_change_of_shares_keeps_what_comes_before_it_and_deals_what_is_left() 
     assert queue.free == 60 - 27 and answered(queue, 1, 16, 1.0) == [(27, 37)]
 
 
+def asked(service: LeaseService, rank: int, epoch: int, begun: int, **given: Any) -> None:
+    service.ask(rank, LeaseAsk(0, epoch, 40, 5, bool(given.pop("drop_last", False)), begun, **given), None, 0.0)
+
+
+def test_a_rank_whose_program_has_ended_gets_no_part_of_an_epoch_that_is_opened_later() -> None:
+    said: list[tuple[int, Message]] = []
+    service = LeaseService(2, lambda to, message: said.append((to, message)))
+    service.shares = lambda message, samples: ((5, 5), False)
+    asked(service, 0, 0, 0)
+    asked(service, 1, 0, 0)
+    service.leave(1, 0.0)
+    said.clear()
+    asked(service, 0, 1, 0)
+    assert said == [(0, Lease(0, 1, [0, 5, 10, 4], even=True))]
+    asked(service, 0, 1, 20, idle=True, ahead=8)
+    assert said[1:] == [(0, Lease(0, 1, [5, 5, 10, 4], even=True))], "the part of the rank that is gone"
+
+
+def test_the_last_row_is_divided_in_whole_batches_where_short_ones_are_dropped() -> None:
+    said: list[tuple[int, Message]] = []
+    service = LeaseService(3, lambda to, message: said.append((to, message)))
+    service.shares = lambda message, samples: ((5, 5, 5), message.drop_last)
+    for rank in range(3):
+        asked(service, rank, 0, 0, drop_last=True)  # Two rows of 15, and 10 samples.
+    assert [message.runs for _, message in said if isinstance(message, Lease) and not message.even] == [
+        [0, 5, 15, 2, 30, 5, 5, 1], [5, 5, 15, 2, 35, 5, 5, 1], [10, 5, 15, 2]
+    ]  # fmt: skip
+
+
+def test_an_epoch_whose_batches_have_fixed_sizes_is_not_dealt() -> None:
+    said: list[tuple[int, Message]] = []
+    service = LeaseService(2, lambda to, message: said.append((to, message)))
+    asked(service, 0, 0, 0, fixed=True)
+    said.clear()
+    assert service.deal(0, 0, (7, 3), (0, 0), 0.0) and not said
+
+
 def test_an_epoch_of_a_billion_samples_is_dealt_and_left_as_quickly_as_a_small_one() -> None:
     queue = LeaseQueue(10**9, 19, 4)
     queue.deal((24, 12, 16, 24), (0, 0, 0, 0))

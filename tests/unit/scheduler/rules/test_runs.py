@@ -101,6 +101,19 @@ def test_the_rest_of_many_rows_is_found_without_looking_at_each() -> None:
     assert sum(stop - start for start, stop in found) == samples(rest) and len(found) <= 5
 
 
+def test_deals_one_after_another_are_put_together_without_looking_at_each_row() -> None:
+    """What ranks have consumed by the end of an epoch in which their shares have changed several times."""
+    consumed: list[Run] = []
+    at = 0
+    for rows, shares in ((10**8, (19, 19, 19, 19)), (10**8 + 3, (24, 12, 16, 24)), (10**6, (19, 19, 19, 19))):
+        whole = rows * sum(shares)
+        for part in dealt([(at, at + whole)], shares, divide(0, shares)):
+            consumed += part
+        at += whole
+    random.Random(1).shuffle(consumed)
+    assert positions(consumed) == [(0, at)]
+
+
 def test_rows_are_the_global_batches_of_a_distributed_sampler() -> None:
     """With any shares of the same sum, and the same seed and epoch."""
     data, ranks, batch = list(range(203)), 4, 8
