@@ -96,6 +96,8 @@ class LeaseService:
             ChannelError: The message is impossible.
         """
         key = (message.loader, message.epoch)
+        if key not in self._queues and any(k[0] == key[0] and k[1] > key[1] + 1 for k in self._queues):
+            return  # A repeated request of an epoch that is over for all ranks, this one included.
         refused = self._compare(rank, key, message)
         if refused:
             self._send(rank, Lease(*key, [], True, refused))

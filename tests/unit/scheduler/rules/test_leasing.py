@@ -599,6 +599,17 @@ def test_an_epoch_whose_batches_have_fixed_sizes_is_not_dealt() -> None:
     assert service.deal(0, 0, (7, 3), (0, 0), 0.0) and not said
 
 
+def test_a_request_of_an_epoch_that_is_over_for_all_opens_it_not_again() -> None:
+    said: list[tuple[int, Message]] = []
+    service = LeaseService(1, lambda to, message: said.append((to, message)))
+    for epoch in (0, 1, 2):
+        asked(service, 0, epoch, 0)
+        asked(service, 0, epoch, 40, idle=True)
+        said.clear()
+    asked(service, 0, 0, 40, idle=True, again=True)
+    assert not said and service.epochs == [(0, 1), (0, 2)]
+
+
 def test_an_epoch_of_a_billion_samples_is_dealt_and_left_as_quickly_as_a_small_one() -> None:
     queue = LeaseQueue(10**9, 19, 4)
     queue.deal((24, 12, 16, 24), (0, 0, 0, 0))
