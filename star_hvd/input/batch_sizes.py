@@ -2,10 +2,9 @@
 
 All ranks change their shares at the same step. A loader forms batches ahead of the training, so a change takes effect
 at a step for which no rank has formed its batch yet: when the coordinator asks, a rank answers with its first such step
-and forms nothing from there on until the coordinator has announced the step for all. Hardly a
-rank waits for that, as the order comes before the next batch is needed: where batches take no longer than messages, a
-rank may form one more.
-Only where ranks could not go on with different numbers of batches, the training thread waits for the order
+and forms nothing from there on until the coordinator has announced the step for all. A rank hardly ever waits for that,
+as the order comes before the next batch is needed: where batches take no longer than messages, a rank may form one
+more. Only where ranks could not go on with different numbers of batches, the training thread waits for the order
 (`await_shares`): a short epoch would be over before it comes.
 
 A batch's size depends only on its index in the epoch: a batch that is called back and formed again has the same size.
