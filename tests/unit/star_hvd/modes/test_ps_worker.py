@@ -324,6 +324,7 @@ def test_a_wait_for_servers_ends_as_a_rank_is_lost(gated: bool, monkeypatch: pyt
             rank.model(torch.zeros(1, 4))
         else:
             rank.steps.step(skip=False)
+    rank.steps.exit()  # Else traced modules of later tests wait at its gates.
 
 
 def no_answer(deadline_s: float, *, whole: bool = True) -> Reply:
