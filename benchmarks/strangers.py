@@ -236,6 +236,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--deadline-s", type=float, default=600.0, help="of the job")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args(argv)
+    unknown = sorted(set(args.kinds.split(",")) - set(KINDS))
+    if unknown:
+        parser.error(f"--kinds has {', '.join(unknown)}; expected some of {', '.join(KINDS)}")
     try:
         found = _measure(args)
     except JobFailed as error:
