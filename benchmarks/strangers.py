@@ -2,7 +2,7 @@
 
 The job has half of the processors and the crowds have the other half, so that the crowds' own processor use does not
 slow the job; with `--share` both use all. One job goes through all phases: no crowd; crowds at listeners that are not
-the job's (`elsewhere`: they accept, keep 12, close the oldest and discard the data); the same crowds at the job's
+the job's (`elsewhere`: they accept, keep 16, close the oldest and discard the data); the same crowds at the job's
 sockets. Every phase is compared with the preceding phase without a crowd.
 """
 

@@ -31,7 +31,7 @@ KINDS = {
 }
 """What each kind says first, and what it repeats for as long as it can."""
 
-LISTEN, _KEPT = "listen", 12
+LISTEN, _KEPT = "listen", 16
 
 
 class _Crowd:
@@ -75,7 +75,7 @@ class _Crowd:
 
 
 class _Listeners:
-    """Ports that accept every connection: each keeps the latest 12 and discards what they send."""
+    """Ports that accept every connection: each keeps the latest 16 and discards what they send."""
 
     def __init__(self, count: int) -> None:
         self.selector = selectors.DefaultSelector()

@@ -32,9 +32,8 @@ logger = logging.getLogger("star_hvd")
 HANDSHAKE_S = 5.0
 """A handshake takes four messages, in milliseconds; a busy interpreter may delay the authenticator's answer."""
 
-MAX_PENDING = 12
-"""Incomplete handshakes per socket; more in jobs with more ranks. Each can hold a message of the largest size: a
-process with three sockets grows by less than 50 MB."""
+MAX_PENDING = 16
+"""Incomplete handshakes per socket; more in jobs with more ranks. Each can hold a message of the largest size."""
 
 SLACK_BYTES = 64 * 1024  # For a message's header and encryption.
 CONTROL_BYTES = (1 << 20) + SLACK_BYTES
