@@ -128,7 +128,8 @@ class SharePolicy:
         """
         now = tuple(present) or self._equal
         too_large = any(0 < limit < share for share, limit in zip(now, most, strict=False))
-        if len(self._first_s) == len(now) and now == self._equal and not self.informed and can_hold(sum(now), most):
+        at_start = len(self._first_s) == len(now) and now == self._equal and not self.informed
+        if at_start and not too_large and can_hold(sum(now), most):
             return self._decide_at_start(now, most)
         if not can_hold(sum(self._equal), most) or not (too_large or self.informed):
             return None

@@ -45,6 +45,7 @@ from scheduler.rules.runs import (
     first,
     joined,
     positions,
+    removed,
     run_of,
     samples,
     spans,
@@ -102,7 +103,7 @@ class _Holder:
         waits: It holds nothing and waits for positions that others return, or for the end.
         idle: Its training thread waits for them as well.
         recalled_at: `LeaseQueue._progress` when it was last asked to return positions.
-        untold: It does not know yet what it was dealt, as it has not asked.
+        unsent: What it was dealt is sent with the answer to its first request.
     """
 
     held: list[Run] = field(default_factory=list)
@@ -121,7 +122,7 @@ class _Holder:
     waits: bool = False
     idle: bool = False
     recalled_at: int = -1
-    untold: bool = False
+    unsent: bool = False
 
     @property
     def pace_s(self) -> float:
@@ -215,8 +216,8 @@ class LeaseQueue:
             whole: The last row is divided in batches instead: some ranks have no part in it.
 
         Returns:
-            The ranks to tell, and what each of them gets behind the first `planned` positions it was given. The others
-            are told when they ask.
+            The ranks to send it to, and what each of them gets behind the first `planned` positions it was given. The
+            others get theirs with the answer to their first request.
 
         Raises:
             ValueError: Not one number for each rank, or not `dealable`; nothing is changed.
@@ -242,15 +243,15 @@ class LeaseQueue:
                 own += part
             pool = [run for own, each in zip(found, self._holders, strict=True) if each.ended for run in own]
         self._free = deque(pool)
-        return [(rank, own) for rank, own in enumerate(found) if self._gives(self._holders[rank], own)]
+        return [(rank, own) for rank, own in enumerate(found) if self._hold(self._holders[rank], own)]
 
     @staticmethod
-    def _gives(holder: _Holder, own: list[Run]) -> bool:
-        """Let a rank hold what it was dealt. Return whether it is to be told."""
+    def _hold(holder: _Holder, own: list[Run]) -> bool:
+        """Let a rank hold what it was dealt. Return whether that is to be sent now."""
         if holder.ended:
             return False
         holder.held += own
-        holder.untold = math.isnan(holder.heard_s) and bool(holder.held)
+        holder.unsent = math.isnan(holder.heard_s) and bool(holder.held)
         return not math.isnan(holder.heard_s)
 
     def ask(
@@ -285,8 +286,8 @@ class LeaseQueue:
         self._progress += arrives or (idle and not holder.idle)
         holder.idle = idle
         holder.ahead, holder.load_s, holder.undelivered = ahead, load_s, undelivered
-        if holder.untold:
-            holder.untold = False
+        if holder.unsent:
+            holder.unsent = False
             return list(holder.held)
         if again and not holder.waits:
             return Answer.WAIT
@@ -324,7 +325,7 @@ class LeaseQueue:
         count, held = begun - holder.begun, self.held(rank)
         if not 0 <= kept <= max(0, held - count):
             raise ValueError(f"rank {rank} says it keeps {kept} samples; it held {held} and has begun {count} of them")
-        if undone and without(undone, spans([*holder.done, *first(holder.held, count)])):
+        if removed([*holder.done, *first(holder.held, count)], undone) is None:
             raise ValueError(f"rank {rank} gives back samples that it had not begun")
         self._confirm(rank, begun, now_s)
         holder.undelivered = undelivered
@@ -334,7 +335,7 @@ class LeaseQueue:
         holder.held = first(holder.held, kept)
         if undone:
             self._progress += 1
-            holder.done = [run_of(span) for span in without(spans(holder.done), undone)]
+            holder.done = removed(holder.done, undone) or []
             self._free.extendleft(run_of(span) for span in reversed(undone))
 
     @property
@@ -349,7 +350,7 @@ class LeaseQueue:
         self._free.extendleft(reversed(holder.held))
         holder.held = []
         holder.undelivered = 0
-        holder.ended, holder.recalled, holder.waits, holder.untold = True, False, False, False
+        holder.ended, holder.recalled, holder.waits, holder.unsent = True, False, False, False
 
     def answers(self, now_s: float) -> Iterator[tuple[int, list[Run] | Answer]]:
         """Yield answers for the waiting ranks: positions, or the end of the epoch."""

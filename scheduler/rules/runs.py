@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 __all__ = [
-    "Run", "Span", "append", "behind", "dealt", "first", "joined", "positions", "run_of", "samples", "spans", "without",
+    "Run", "Span", "append", "behind", "dealt", "first", "joined", "positions", "removed", "run_of", "samples",
+    "spans", "without",
 ]  # fmt: skip
 
 Span = tuple[int, int]
@@ -44,6 +45,11 @@ def spans(runs: Iterable[Run]) -> list[Span]:
         for run in runs
         for start in range(run.start, run.start + run.pieces * run.stride, run.stride)
     ]
+
+
+_MOST_PIECES = 1 << 22
+"""Pieces that `positions` looks at one by one. Only runs that do not fit together have so many, as a damaged message
+might claim."""
 
 
 def append(runs: list[Run], span: Span) -> None:
@@ -155,6 +161,9 @@ def positions(runs: Iterable[Run]) -> list[Span]:
     """Return the positions of runs in order, in as few spans as possible; they must not overlap.
 
     The parts of all ranks in many rows are found to be one span without looking at each piece.
+
+    Raises:
+        ValueError: Too many pieces do not fit together.
     """
     loose: list[Run] = []
     by_stride: dict[int, list[Run]] = {}
@@ -173,7 +182,30 @@ def positions(runs: Iterable[Run]) -> list[Span]:
         found.append((parts[0][0], parts[0][0] + common * stride))
         for run, skip in zip(rows, skips, strict=True):
             loose += first([run], skip * run.size) + behind([run], (skip + common) * run.size)
+    if sum(run.pieces for run in loose) > _MOST_PIECES:
+        raise ValueError(f"more than {_MOST_PIECES} pieces of samples do not fit together")
     return joined([*found, *spans(loose)])
+
+
+def removed(runs: Sequence[Run], gone: Iterable[Span]) -> list[Run] | None:
+    """Return the positions of `runs` without those of `gone`; None if some of these are not in `runs`."""
+    found = list(runs)
+    for start, stop in gone:
+        while start < stop:
+            at = next((i for i, run in enumerate(found) if _contains(run, start)), None)
+            if at is None:
+                return None
+            run = found[at]
+            before = (start - run.start) // run.stride * run.size + (start - run.start) % run.stride
+            end = min(stop, start + run.size - (start - run.start) % run.stride)
+            found[at : at + 1] = [*first([run], before), *behind([run], before + end - start)]
+            start = end
+    return found
+
+
+def _contains(run: Run, position: int) -> bool:
+    piece, offset = divmod(position - run.start, run.stride)
+    return 0 <= piece < run.pieces and offset < run.size
 
 
 def _ending_together(by_stride: dict[int, list[Run]]) -> Iterator[tuple[int, list[Run]]]:

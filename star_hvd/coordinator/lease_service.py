@@ -200,7 +200,11 @@ class LeaseService:
     def _answer_query(self, key: tuple[int, int, int], query: _ConsumedQuery) -> None:
         if len(query.found) == self._world_size:
             done = self._done.get(key[:2], [])
-            found = joined([*done, *positions(run for each in query.found.values() for run in each)])
+            try:
+                consumed = positions(run for each in query.found.values() for run in each)
+            except ValueError as error:
+                raise ChannelError(str(error)) from error
+            found = joined([*done, *consumed])
             for rank, number in query.wanted:
                 self._send(rank, Consumed(*key, flat(map(run_of, found)), number))
             query.wanted.clear()

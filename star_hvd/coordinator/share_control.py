@@ -72,8 +72,8 @@ class ShareState:
         most: Maximum samples of every rank by its memory or the user's limit, 0 for no limit.
         in_step: Whether all ranks make every step together, as far as is known: an epoch then starts with equal shares,
             so that its steps have the samples of plain Horovod's.
-        told: Whether the ranks know of `shares`. They need not for equal ones with which an epoch starts, since each
-            batch has the usual size, and a rank's last one is what is left.
+        announced: Whether the ranks know of `shares`. They need not for equal ones with which an epoch starts, since
+            each batch has the usual size, and a rank's last one is what is left.
         deal: Called with the loader, a change and the time before the change is ordered: deals its samples
             (`LeaseService.deal`). Returns whether that was possible; if not, the change is given up.
     """
@@ -82,7 +82,7 @@ class ShareState:
         self.loader, self.batch = -1, 0
         self.shares: tuple[int, ...] = ()
         self.most = [0] * world_size
-        self.in_step, self.told = False, True
+        self.in_step, self.announced = False, True
         self.deal: Callable[[int, Change, float], bool] = lambda loader, change, now_s: True
         self._world_size = world_size
         self._send = send
@@ -113,10 +113,10 @@ class ShareState:
             return (), False
         if (message.even or self.in_step) and not self.shares:
             self.shares = (self.batch,) * self._world_size
-            self.told = bool(message.even)
+            self.announced = bool(message.even)
         self._samples = {epoch: count for epoch, count in self._samples.items() if epoch > message.epoch - 2}
         self._samples[message.epoch] = samples
-        return self.shares, message.drop_last and not self.told
+        return self.shares, message.drop_last and not self.announced
 
     def propose(self, shares: Sequence[int], now_s: float, *, bounded: bool = True) -> None:
         """Ask all ranks from which step on they can use other shares.
@@ -157,7 +157,7 @@ class ShareState:
             self._give_up(proposal)
             return None
         order, change = found
-        self.shares, self.told = proposal.shares, True
+        self.shares, self.announced = proposal.shares, True
         self._steps, self._ordered = [*self._steps, change.step][-_KEPT:], [*self._ordered, self.shares][-_KEPT:]
         self._send(order)
         return change
@@ -267,7 +267,7 @@ class ShareControl:
         if self.policy is None or self.state.pending or now_s < self._again_s:
             return
         wanted = self._wanted(plan, now_s, even=even)
-        if wanted is not None and (wanted != self.state.shares or (even and not self.state.told)):
+        if wanted is not None and (wanted != self.state.shares or (even and not self.state.announced)):
             self._again_s = now_s + _AGAIN_S
             self.state.propose(wanted, now_s, bounded=plan.balanced)
 

@@ -119,6 +119,14 @@ def test_the_first_reports_may_confirm_a_slow_rank_but_show_none_by_themselves()
     assert at_start([1.4, 1.0, 1.0, 1.0], [1.4, 1.0, 1.0, 1.0]) is None, "a little slower is not clear yet"
 
 
+def test_a_limit_is_kept_at_once_behind_the_first_reports_too() -> None:
+    policy = SharePolicy(4, BATCH)
+    for rank in range(4):
+        policy.note_first(rank, 1.0)
+    found = policy.decide((BATCH,) * 4, (0, 0, 0, 8))
+    assert found is not None and found[3] <= 8 and sum(found) == 4 * BATCH
+
+
 def test_small_differences_change_shares_only_where_the_times_tell_them() -> None:
     assert Job(lambda rank, step: 1.08 if rank == 1 else 1.0, fixed=0.0, jitter=0.005).run(100).shares[1] < BATCH
     assert not Job(lambda rank, step: 1.02 if rank == 1 else 1.0, jitter=0.005).run(100).changes

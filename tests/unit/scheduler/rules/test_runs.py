@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from scheduler.rules.runs import (
     first,
     joined,
     positions,
+    removed,
     run_of,
     samples,
     spans,
@@ -51,6 +53,31 @@ def test_a_run_is_cut_anywhere(runs: list[Run], count: int) -> None:
     assert samples(runs) == len(whole)
     assert listed(spans(first(runs, count))) == whole[: max(0, count)]
     assert listed(spans(behind(runs, count))) == whole[max(0, count) :]
+
+
+@given(st.lists(st.integers(1, 40), max_size=4), st.data())
+def test_positions_are_removed_if_all_are_there(lengths: list[int], data: st.DataObject) -> None:
+    runs, at = list[Run](), 0
+    for length in lengths:
+        size = data.draw(st.integers(1, 9))
+        runs.append(Run(at, size, size + data.draw(st.integers(0, 3)), length))
+        at = spans(runs)[-1][1] + data.draw(st.integers(0, 3))
+    there = listed(spans(runs))
+    gone = joined((p, p + 1) for p in data.draw(st.lists(st.integers(0, at + 9), max_size=9)))
+    found = removed(runs, gone)
+    if set(listed(gone)) <= set(there):
+        assert found is not None and listed(spans(found)) == [p for p in there if p not in set(listed(gone))]
+    else:
+        assert found is None
+
+
+def test_damaged_runs_take_no_memory() -> None:
+    damaged = [Run(1, 1, 3, 1 << 50), Run(0, 1, 5, 1 << 50)]
+    with pytest.raises(ValueError, match="do not fit together"):
+        positions(damaged)
+    assert removed(damaged, [((3 << 40) + 2, (3 << 40) + 4)]) is None
+    left = removed(damaged, [((3 << 40) + 1, (3 << 40) + 2)])
+    assert left is not None and samples(left) == (1 << 51) - 1
 
 
 @given(st.lists(RUN, max_size=4))
