@@ -2,7 +2,8 @@
 
 ZeroMQ accepts every connection, which costs 0.1 to 0.2 ms of processor time each. If more than `RATE_PER_S` arrive, the
 kernel drops a share of the requests (a classic BPF filter on the listening socket), which costs a microsecond each; a
-dropped request is repeated after a second. Connections let in may only send messages of handshake size, until `lift`.
+dropped request is repeated after a second. Connections that are let in may only send messages of handshake size until
+`lift`, always: a thousand that each announced a message of a megabyte could otherwise fill it before anybody reacts.
 Nothing from the job's addresses is dropped. Ranks that share a host connect from addresses in 127.0.0.0/8 derived from
 their public keys, which distinguishes them from other users.
 """
@@ -20,7 +21,7 @@ from collections.abc import Iterable
 
 __all__ = ["RATE_PER_S", "SEGMENT_BYTES", "Share", "lift", "limit", "loopback_source", "resolve", "route"]
 
-RATE_PER_S = 30.0
+RATE_PER_S = 15.0
 SEGMENT_BYTES = 512
 """A handshake's largest message is INITIATE: 257 bytes plus metadata, of which a rank's name is the longest part."""
 
@@ -75,15 +76,12 @@ def limit(listener: socket.socket, share: float, known: Iterable[str]) -> None:
 
     Args:
         listener: A listening TCP socket.
-        share: 0 to 1; with 1 the filter is removed.
+        share: 0 to 1; with 1 only the segments' size is limited.
         known: IPv4 addresses.
 
     Raises:
         OSError: This system has no such filters, or the socket is closed.
     """
-    if share >= 1.0:
-        lift(listener)
-        return
     code = _program(share, sorted({int(ipaddress.IPv4Address(address)) for address in known})[:_MOST_ADDRESSES])
     program = ctypes.create_string_buffer(b"".join(_INSTRUCTION.pack(*instruction) for instruction in code))
     listener.setsockopt(socket.SOL_SOCKET, _ATTACH, struct.pack("@HP", len(code), ctypes.addressof(program)))
@@ -107,7 +105,7 @@ def _program(share: float, known: list[int]) -> list[tuple[int, int, int, int]]:
         code += [(_JUMP_EQUAL, len(block) - index, 0, address) for index, address in enumerate(block)]
         code += [(_JUMP, 0, 0, 1), take]
     code += [(_LOAD_BYTE, 0, 0, _FLAGS_AT), (_JUMP_SET, 0, 4, _SYN)]
-    code += [(_LOAD_WORD, 0, 0, _RANDOM_AT), (_JUMP_NOT_LESS, 1, 0, int(share * 0xFFFFFFFF)), take, drop]
+    code += [(_LOAD_WORD, 0, 0, _RANDOM_AT), (_JUMP_NOT_LESS, 1, 0, int(min(share, 1.0) * 0xFFFFFFFF)), take, drop]
     code += [(_LOAD_BYTE, 0, 0, _OFFSET_AT), (_SHIFT_RIGHT, 0, 0, 4), (_SHIFT_LEFT, 0, 0, 2), (_TO_INDEX, 0, 0, 0)]
     code += [(_LOAD_LENGTH, 0, 0, 0), (_SUBTRACT_INDEX, 0, 0, 0), (_JUMP_GREATER, 1, 0, SEGMENT_BYTES), take, drop]
     return code

@@ -42,12 +42,11 @@ DATA_BYTES = (1 << 22) + SLACK_BYTES
 
 _POLL_MS = 250
 _SOON_MS, _LOOK_S = 20, 1.0  # Interval and duration of checks for the connection that has completed a handshake.
-_PAUSE_S = 0.1
+_PAUSE_S = 0.25
 _BATCH = 256
 _TRIM_S, _TRIM_BYTES = 2.0, 1 << 20  # Returning memory takes up to tens of milliseconds, under the allocator's lock.
 _NEW_S = 0.1
 _BURST = 2  # Connections that may come at once after a quiet time, as a multiple of those that may be pending.
-_UNLIMITED: tuple[float, frozenset[str]] = (1.0, frozenset())
 _EVENT = struct.Struct("=Hi")  # A monitor's event: its number, and the descriptor or another value.
 _WARN_AT = 20  # Rejected connections; a few may be a port scan, or a rank that was slow once.
 
@@ -178,7 +177,7 @@ class _Listener:
         self._port, self._listener = -1, -1
         self._untrimmed_bytes, self._trim_at_s = 0, 0.0
         self._share = Share(time.monotonic())
-        self._limit, self._limited = _UNLIMITED, False  # Now; whether ever limited: connections keep filters.
+        self._limit: tuple[float, frozenset[str]] | None = None  # Share and addresses of the attached filter.
         self._look_until_s = 0.0
         self._pending: dict[int, float] = {}  # Descriptor of a connection to when it was accepted.
 
@@ -189,7 +188,7 @@ class _Listener:
     @property
     def limited(self) -> bool:
         """Whether the kernel drops requests for connections now."""
-        return self._limit != _UNLIMITED
+        return self._limit is not None and self._limit[0] < 1.0
 
     def take_events(self) -> bool:
         """Wait for monitor events and handle them. Return False once the socket is closed."""
@@ -205,14 +204,14 @@ class _Listener:
                     self._pending[value] = now_s
                     if not self._is_known(value):
                         self._share.note()
-                    elif self._limited:
+                    else:  # Its filter may be older than its address here.
                         self._lift(value)
                 elif event == zmq.EVENT_DISCONNECTED:
                     self._disconnected += 1
                     self._pending.pop(value, None)
                 elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     self._succeeded += 1
-                    self._look_until_s = now_s + _LOOK_S if self._limited else 0.0
+                    self._look_until_s = now_s + _LOOK_S
                 elif event == zmq.EVENT_LISTENING:
                     self._port, self._listener = int(endpoint.rsplit(b":", 1)[1]), value
                 else:
@@ -232,8 +231,7 @@ class _Listener:
             del self._pending[descriptor]
         for descriptor in progress.keys() - waiting:
             del self._pending[descriptor]
-            if self._limited:
-                self._lift(descriptor)
+            self._lift(descriptor)
 
     def _unlikely(self, waiting: list[int], progress: dict[int, int], now_s: float) -> list[int]:
         """Return the incomplete handshakes in the order in which they are shut down.
@@ -255,11 +253,11 @@ class _Listener:
         return sorted(waiting, key=order)
 
     def limit(self, now_s: float) -> None:
-        """Accept no more connections per second than `connection_filter` allows."""
+        """Attach the filter: at once, so that no stranger can send much, and again when its values change."""
         self._share.turn(now_s, _BURST * self.max_pending)
-        wanted = (self._share.value, self.known) if self._share.value < 1.0 else _UNLIMITED
-        if wanted != self._limit:
-            self._limit, self._limited = wanted, True
+        wanted = self._share.value, self.known
+        if self._listener >= 0 and wanted != self._limit:
+            self._limit = wanted
             with contextlib.suppress(OSError), _lent(self._listener) as listener:  # Closed, or unsupported here.
                 if listener.getsockname()[1:] == (self._port,):
                     limit(listener, *wanted)
