@@ -197,7 +197,7 @@ ROWS: tuple[Row, ...] = (
     _trace(2),
     _trace(3),
     _scenario("slow-link", "subgroup(0,1,2)", options=("--hidden-units=750", "--seeds=2")),
-    _scenario("frozen", "ps(backup=1)", options=("--target=0.835", "--seeds=2")),
+    _scenario("frozen", "ps(grace=1)", options=("--target=0.835", "--seeds=2")),
     _digits("demo", "accuracy", "--scenario=one-slow", "--seeds=5"),
     _digits("accuracy-fashion", "accuracy", "--scenario=one-slow", "--dataset=fashion", "--seeds=5"),
     _digits("slow-link-digits", "scenarios", "--scenario=slow-link", modes=("subgroup(0,1,2)",)),

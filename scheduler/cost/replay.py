@@ -175,6 +175,8 @@ def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
         updates = max(12, _ARRIVALS * n // x) if n <= _MANY else 6
         interval_s, scatter = _backup(times, x, updates, gap_s)
         stale, weight = np.zeros(1), np.ones(1)
+    elif plan.rule == "grace":
+        return _graced(times, x, gap_s)
     else:
         updates = max(12, _ARRIVALS * n // x) if n <= _MANY else max(8, 6 * n // x)
         interval_s, all_stale, scatter = _order(times, x, updates, gap_s)
@@ -196,6 +198,25 @@ def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
         drift=float((share * drifts).sum()),
         scatter=scatter,
     )
+
+
+def _graced(times: Array, x: int, gap_s: float) -> Flow:
+    """Updates of the first x gradients and of those that follow within the grace; ranks begin each update together.
+
+    A rank that is slow all the time is in none of them, and the grace does not wait for it.
+    """
+    usual = _median(times)
+    typical_s = float(np.sort(usual)[(len(usual) - 1) // 2])
+    quorum_s = np.partition(times, x - 1, axis=1)[:, x - 1]
+    limit_s = quorum_s + _GRACE * typical_s
+    inside = times <= limit_s[:, None]
+    expected = usual <= THRESHOLD * typical_s
+    close_s = np.where(inside, times, 0.0).max(axis=1)
+    close_s = np.where((~inside & expected).any(axis=1), limit_s, np.maximum(close_s, quorum_s))
+    steps_s = np.maximum(close_s, gap_s)
+    interval_s = float(steps_s.mean())
+    scatter = float(steps_s.std()) / math.sqrt(len(steps_s)) / max(interval_s, 1e-12)
+    return Flow.fresh(interval_s, float(inside.sum(axis=1).mean()), scatter)
 
 
 def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, scales: Sequence[float]) -> list[Flow]:

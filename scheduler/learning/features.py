@@ -291,7 +291,7 @@ def _plan(
         math.log1p(steps),
         len(plan.servers) / n,
         float(plan.mode in ("ps", "grouped") and plan.lr_rule == "linear"),
-        float(plan.rule == "backup"),
+        float(plan.rule in ("backup", "grace")),
     ]
 
 

@@ -13,8 +13,8 @@ __all__ = ["parse_mode"]
 
 _EXPECTED = (
     "'auto', 'sync', 'sync(balanced)', 'sync(24,12,16,24)', 'sync(steal)', 'partial', 'partial(m)', 'subgroup(0,1,2)', "
-    "'grouped(G)', 'ps(x)', 'ps(dynamic)', 'ps(ssp=s)', "
-    "'ps(backup=b)', 'ssgd', 'asgd', 'dynsgd', 'ssp(s)', 'local(H)', 'local(2.5s)', 'local(H,background)' or a Plan"
+    "'grouped(G)', 'ps(x)', 'ps(dynamic)', 'ps(ssp=s)', 'ps(backup=b)', 'ps(grace=b)', "
+    "'ssgd', 'asgd', 'dynsgd', 'ssp(s)', 'local(H)', 'local(2.5s)', 'local(H,background)' or a Plan"
 )
 _NAME = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
 _BACKGROUND = re.compile(r"(?:.*,)?background")
@@ -27,7 +27,7 @@ def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
         mode: `auto`, `sync`, `sync(balanced)` (batch shares by speed), `sync(24,12,16,24)` (samples of every rank),
             `sync(steal)` (micro-batches taken over inside a step), `partial` (one rank may be late), `partial(m)`,
             `subgroup(0,1,2)` (its members), `grouped(G)`, `ps(x)`, `ps(dynamic)`, `ps(ssp=s)` or `ssp(s)`,
-            `ps(backup=b)`, `ssgd` (x = n), `asgd` (x = 1),
+            `ps(backup=b)`, `ps(grace=b)`, `ssgd` (x = n), `asgd` (x = 1),
             `dynsgd`, `local(H)` (steps), `local(2.5s)` (seconds), or a `Plan`. `background` as the last argument of
             `local`, `ps` or `subgroup`, as in `ps(3,background)`: transfers travel behind compute.
         world_size: Number of ranks in this job.
@@ -115,8 +115,8 @@ def _make_ps(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
     name, equals, value = argument.partition("=")
     if equals and name == "ssp":
         return Plan.ps(n, 1, rule="ssp", slack=_whole(value, "s in 'ps(ssp=s)'"), **rest)
-    if equals and name == "backup":
-        return Plan.ps(n, n - _whole(value, "b in 'ps(backup=b)'"), rule="backup", lr_rule="none", **rest)
+    if equals and name in ("backup", "grace"):
+        return Plan.ps(n, n - _whole(value, f"b in 'ps({name}=b)'"), rule=name, lr_rule="none", **rest)
     return Plan.ps(n, _whole(argument, "x in 'ps(x)'"), **rest)
 
 

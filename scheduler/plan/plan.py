@@ -12,7 +12,7 @@ from scheduler.plan.transmission import BACKGROUND_MODES, Transmission
 __all__ = ["LOCAL_COPIES", "MAX_RANKS", "MODES", "RULES", "SET_IDLE_S", "Plan", "PlanError"]
 
 MODES = ("sync", "partial", "subgroup", "grouped", "ps", "local")
-RULES = ("x", "groups", "ssp", "backup")
+RULES = ("x", "groups", "ssp", "backup", "grace")
 _KEYS = {"plan_id": "epoch"}  # Fields with another name in logs and messages.
 _REMOVED = frozenset(("fan_in",))  # Fields of older logs, without effect where they are 0.
 _FIELDS = {key: name for name, key in _KEYS.items()}
@@ -63,7 +63,8 @@ class Plan:
         groups: `grouped` and rule `groups`: all ranks, each in one group; a group waits for its own members only.
         group_count: Groups to form where `groups` is empty, 0 for `grouping.progressive_groups`.
         rule: `ps`: `x` any x arrivals make an update, `groups` (dynamic x-order), `ssp` every arrival does and
-            ranks more than `slack` steps ahead wait, `backup` the first x make it and later ones are dropped.
+            ranks more than `slack` steps ahead wait, `backup` the first x make it and later ones are dropped,
+            `grace` the same, but ranks that are usually in time are waited for a little.
         slack: Steps a rank may be ahead of the slowest one, rule `ssp`.
         servers: `ps` and `grouped`: ranks that run a server each; empty lets the coordinator place them.
         local_steps: `local`: steps between two averagings, 0 if `local_s` is set.
@@ -420,6 +421,7 @@ class Plan:
                 "ssp": f"ssp={self.slack}",
                 "groups": "dynamic",
                 "backup": f"backup={self.world_size - self.quorum}",
+                "grace": f"grace={self.world_size - self.quorum}",
             }
             return f"ps({argument[self.rule]})"
         return self.mode

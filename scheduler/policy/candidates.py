@@ -217,7 +217,7 @@ def enough_ranks(plan: Plan, least_share: float = LEAST_SHARE) -> bool:
         plan: The plan.
         least_share: Share of the ranks, 0 to 1.
     """
-    if plan.mode in ("partial", "subgroup") or plan.rule == "backup":
+    if plan.mode in ("partial", "subgroup") or plan.rule in ("backup", "grace"):
         least = max(least_share * plan.world_size, 2.0 if plan.mode == "subgroup" else 1.0)
         return plan.quorum >= least - 1e-9
     return True
@@ -348,7 +348,7 @@ def _servers(
     plans = [Plan.ps(n, x, servers=servers) for x in wanted]
     costly = conditions.prices[0] >= _COSTLY_STALENESS
     plans += [
-        Plan.ps(n, x, rule="backup", lr_rule="none", servers=servers)
+        Plan.ps(n, x, rule="grace", lr_rule="none", servers=servers)
         for x in wanted[:1]
         if costly or n - x <= _BACKUP_SHARE * n
     ]

@@ -145,6 +145,8 @@ class ServerRule:
         self._absent: set[int] = set()
         self._last: dict[int, int] = {}
         self._rejects = 0
+        self._missed: dict[int, int] = {}  # Rule `grace`: pushes of a rank that were dropped in succession.
+        self._parked: set[int] = set()  # Rule `grace`: ranks whose push was dropped.
         self._adopt(plan, plan.world_size, ranks)
 
     def push(self, push: Push) -> list[Event]:
@@ -205,6 +207,23 @@ class ServerRule:
         released = self._release(release_all=True)
         return [Release(ranks=released)] if released else []
 
+    def close(self) -> list[Event]:
+        """End the grace of an update that has its quorum; does nothing if there is none (`holding`)."""
+        self._closing = self.holding
+        events = self._process_pending()
+        self._closing = False
+        return events
+
+    @property
+    def holding(self) -> bool:
+        """Whether an update has its quorum and waits for further ranks until `close` (rule `grace`)."""
+        return self._has("grace") and self._quorate() and not self._ready()
+
+    @property
+    def fresh(self) -> int:
+        """Number of pushes that wait for the next update."""
+        return len(self._pending)
+
     @property
     def waiting(self) -> tuple[int, ...]:
         """Ranks that pushed and are not released yet, in order of arrival."""
@@ -214,9 +233,9 @@ class ServerRule:
         """The ranks of `rank`'s next update, itself included; None if the order of arrival decides.
 
         Allows a server to add up chunks before all have arrived. Valid until a rank becomes absent or present or the
-        plan changes. None where pushes may be dropped (guard `reject`, rule `backup`).
+        plan changes. None where pushes may be dropped (guard `reject`, rules `backup` and `grace`).
         """
-        if self.plan.guard == "reject" or (self.plan.rule == "backup" and self.plan.mode == "ps"):
+        if self.plan.guard == "reject" or self._has("backup", "grace"):
             return None
         if self._alone():
             return (rank,)
@@ -235,6 +254,10 @@ class ServerRule:
             late = self._late()
             chosen = self._ready()
             if late is not None:
+                if self._has("grace"):
+                    # It gets the next version with the others: with the current one it would be late again.
+                    self._missed[late.rank] = self._missed.get(late.rank, 0) + 1
+                    self._parked.add(late.rank)
                 reason = f"computed on version {late.version}, the server is at {self.version}"
                 events.append(self._drop(late, reason))
             elif chosen:
@@ -245,8 +268,8 @@ class ServerRule:
         return [*events, Release(ranks=released)] if released else events
 
     def _late(self) -> Push | None:
-        """A pending push that Sync-opt (rule `backup`) drops: computed on older parameters than the current ones."""
-        if self.plan.mode != "ps" or self.plan.rule != "backup":
+        """A pending push that `backup` and `grace` drop: computed on older parameters than the current ones."""
+        if not self._has("backup", "grace"):
             return None
         return next((push for push in self._pending if push.version < self.version), None)
 
@@ -261,6 +284,8 @@ class ServerRule:
                 if {other.rank for other in found} == self._available(group):
                     return found
             return []
+        if self._has("grace"):
+            return list(self._pending) if self._quorate() and (self._closing or not self._awaited()) else []
         available = len(self._available())
         counts: dict[int, int] = {}
         for index, push in enumerate(self._pending):
@@ -269,6 +294,24 @@ class ServerRule:
             if not self._barrier() and sum(counts.values()) >= self.plan.quorum:
                 return self._pending[: index + 1]
         return list(self._pending) if len(counts) == available else []
+
+    def _has(self, *rules: str) -> bool:
+        return self.plan.mode == "ps" and self.plan.rule in rules
+
+    def _quorate(self) -> bool:
+        """Whether enough ranks have pushed for an update of rule `grace`."""
+        pushed = len({push.rank for push in self._pending})
+        return pushed >= max(1, min(self.plan.quorum, len(self._available())))
+
+    def _awaited(self) -> set[int]:
+        """Rule `grace`: ranks that got the current parameters with the others and have not pushed yet.
+
+        A rank that missed updates is waited for after the first, second, fourth, eighth, ... of its pushes dropped in
+        succession: one that stays slow costs ever fewer graces, one that was frozen is in time again at once.
+        """
+        missed = ((rank, self._missed.get(rank, 0)) for rank in self._together)
+        likely = {rank for rank, count in missed if not count & (count - 1)}
+        return likely - self._absent - {push.rank for push in self._pending}
 
     def _alone(self) -> bool:
         """Whether every push makes an update by itself."""
@@ -301,9 +344,12 @@ class ServerRule:
             )
         self._remove(chosen)
         self.version += 1
-        return Update(
-            number=self.version - 1, parts=tuple(parts), release=self._release(release_all), gradients=gradients
-        )
+        self._parked.clear()
+        for push in chosen:
+            self._missed.pop(push.rank, None)
+        released = self._release(release_all)
+        self._together = frozenset(released)
+        return Update(number=self.version - 1, parts=tuple(parts), release=released, gradients=gradients)
 
     def _drop(self, push: Push, reason: str) -> Drop:
         self._remove([push])
@@ -319,6 +365,8 @@ class ServerRule:
         if not release_all and self.plan.mode == "ps" and self.plan.rule == "ssp":
             slowest = min(self._clock.values(), default=0)
             held |= {rank for rank, clock in self._clock.items() if clock - slowest > self.plan.slack}
+        if not release_all and not (self._ranks - self._absent) <= self._waiting.keys():
+            held |= self._parked  # An update will come: there are ranks that have not pushed.
         free = tuple(rank for rank in self._waiting if rank not in held)
         for rank in free:
             del self._waiting[rank]
@@ -356,6 +404,9 @@ class ServerRule:
             raise ValueError(f"pushing ranks are {sorted(chosen)}; expected some of 0..{world_size - 1}")
         self.plan = plan
         self._ranks = chosen
+        self._together, self._closing = chosen, False  # Ranks that got the current version at the same time.
+        self._missed.clear()
+        self._parked.clear()
         # Pushes under this plan: ranks may have joined at different times, so their own counters are not comparable.
         self._clock = {rank: 0 for rank in chosen if rank not in self._absent}
 

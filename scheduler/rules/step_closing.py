@@ -9,24 +9,22 @@ arrive in time by its own recent compute time. So a slow rank costs nothing, a r
 grace, and equal ranks never miss a step by jitter. Slow is relative to the lower median over the ranks, which is one of
 the fast ones even when half are slow: with two of four ranks at 2x, waiting for both would lose the whole gain.
 
-Grace: max(fraction of the usual compute time, median + c * MAD of recent arrival offsets), the form requested in
-hivemind #676, at most one usual compute time.
+The grace (`scheduler.rules.grace`) is by the usual compute time.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from scheduler.diagnosis.window_stats import THRESHOLD
 from scheduler.records import Plan
+from scheduler.rules.grace import FRACTION, MADS, Grace, median
 
 __all__ = ["Close", "ClosingRule"]
 
 _RECENT = 5  # Own compute times that predict the next one: few, so that a recovered rank is soon waited for.
 _RETURN_S = 0.05  # Ranks leave a collective within milliseconds of each other, on a busy host within tens of them.
-_OFFSETS = 64  # Arrival offsets that determine the grace.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,7 @@ class _Rank:
     def usual_s(self) -> float | None:
         """Median of the recent compute times, None if there are none."""
         if self._usual_s is None and self.compute_s:
-            self._usual_s = _median(self.compute_s)
+            self._usual_s = median(self.compute_s)
         return self._usual_s
 
     def expected_s(self) -> float | None:
@@ -87,22 +85,19 @@ class ClosingRule:
         self,
         plan: Plan,
         *,
-        grace_fraction: float = 0.25,
-        grace_mads: float = 4.0,
+        grace_fraction: float = FRACTION,
+        grace_mads: float = MADS,
         quorum_deadline_s: float = 60.0,
     ) -> None:
         self._plan, self._members = plan, plan.members_or_all
         self.step = 0
-        self._grace_fraction = grace_fraction
-        self._grace_mads = grace_mads
+        self._grace = Grace(grace_fraction, grace_mads)
         self._quorum_deadline_s = quorum_deadline_s
         self._ranks = [_Rank() for _ in range(plan.world_size)]
         self._ready: dict[int, float] = {}
         self._first_s = 0.0  # When the first of them arrived.
         self._inactive: set[int] = set()
-        self._offsets: deque[float] = deque(maxlen=_OFFSETS)
         self._typical_s: float | None = None
-        self._late_s: float | None = None  # Grace by the offsets, None if it must be computed again.
         self._closed = False
 
     @property
@@ -200,15 +195,7 @@ class ClosingRule:
 
     def grace_s(self) -> float:
         """Seconds after the quorum that a step waits for ranks that should arrive in time."""
-        typical = self.typical_compute_s()
-        grace = self._grace_fraction * typical
-        if self._offsets:
-            if self._late_s is None:
-                middle = _median(self._offsets)
-                deviation = _median([abs(offset - middle) for offset in self._offsets])
-                self._late_s = middle + self._grace_mads * deviation
-            grace = max(grace, self._late_s)
-        return min(grace, max(typical, 1e-3))
+        return self._grace.seconds(self.typical_compute_s())
 
     def typical_compute_s(self) -> float:
         """Lower median over the ranks of their usual compute time, 0 if none is known."""
@@ -284,9 +271,9 @@ class ClosingRule:
     def _note_offsets(self) -> None:
         if not self.plan.may_close:  # In lockstep arrivals are reported in batches, so their times are meaningless.
             return
-        first, self._late_s = self._first_s, None
+        first = self._first_s
         fast = (when for rank, when in self._ready.items() if not self._is_slow(rank))
-        self._offsets.extend(when - first for when in fast if when > first)
+        self._grace.note(when - first for when in fast if when > first)
 
     def _advance(self, step: int, started_s: float) -> None:
         """Open `step`. Ranks that were ready for the previous step started this one when that completed."""
@@ -298,9 +285,3 @@ class ClosingRule:
         self.step = step
         self._ready = {}
         self._closed = False
-
-
-def _median(values: Collection[float]) -> float:
-    """As `statistics.median`, three times as fast for few numbers; computed for every report."""
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(ordered) % 2 else 0.5 * (ordered[half - 1] + ordered[half])

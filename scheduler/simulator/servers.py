@@ -15,7 +15,8 @@ import numpy as np
 
 from scheduler.cost.progress import alignment
 from scheduler.plan.plan import Plan
-from scheduler.rules.server_rule import Push, Release, ServerRule, Update
+from scheduler.rules.grace import UpdateGrace
+from scheduler.rules.server_rule import Event, Push, Release, ServerRule, Update
 from scheduler.rules.weights import damped, damping_scale, lr_factor
 from scheduler.simulator.base import Mode, State
 from scheduler.simulator.machines import Array, Flags, Ints, Machines
@@ -168,6 +169,7 @@ class Server(Mode):
         self.lengths = {int(state.step[0]): 0.0}  # Sum of the lengths of all updates before a version.
         self.moved = 0.0
         self.busy_s = float(state.now_s[0])
+        self.grace = UpdateGrace(self.rule, self.busy_s)
         machines.advance_to(state.now_s)
         self.first_s: dict[int, float] = {}
         self.arrive_s = {leader: self._push_s(leader) for leader in self.pushers}
@@ -198,7 +200,12 @@ class Server(Mode):
         before = self.rule.version
         while self.rule.version == before:
             leader = min(self.arrive_s, key=lambda one: (self.arrive_s[one], one))
-            self._arrive(leader)
+            due_s = self.grace.due_s
+            if due_s is not None and due_s < self.arrive_s[leader]:
+                self.state.machines.advance_to(np.array([max(due_s, float(self.state.now_s[0]))]))
+                self._take(self.grace.expire(due_s), max(due_s, self.busy_s))
+            else:
+                self._arrive(leader)
 
     def _arrive(self, leader: int) -> None:
         state, machines, ranks = self.state, self.state.machines, self.pushers[leader]
@@ -218,7 +225,13 @@ class Server(Mode):
             weight=float(len(ranks)),
             count=len(ranks),
         )
-        for event in self.rule.push(push):
+        self._take(self.rule.push(push), now_s)
+        self.grace.look(now_s)
+
+    def _take(self, events: Sequence[Event], now_s: float) -> None:
+        """Execute the rule's events of a time."""
+        state, machines = self.state, self.state.machines
+        for event in events:
             released = event.ranks if isinstance(event, Release) else event.release
             if isinstance(event, Update):
                 now_s += float(machines.server_s[0])

@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(4 * JOB_LIMIT_S)]
 
 RANKS = 4
 CHECKPOINTS = ("checkpoint:ps(2)", "checkpoint:grouped(2)", "checkpoint:subgroup(0,1,2)", "checkpoint:local(4)")
-FIXED = ("local(5)", "local(0.2s)", "subgroup(0,1,2)", "ssgd", "asgd", "ps(2)", "ssp(2)", "dynsgd", "ps(backup=1)")
+FIXED = (
+    "local(5)", "local(0.2s)", "subgroup(0,1,2)", "ssgd", "asgd", "ps(2)", "ssp(2)", "dynsgd", "ps(backup=1)",
+    "ps(grace=1)",
+)  # fmt: skip
 FIXED += ("ps(dynamic)", "grouped(2)")
 SUMMED = ("summed:local(2)", "summed:ps(2)", "summed:partial(3)")
 BACKGROUND = ("local(5)", "local(0.2s)", "checkpoint:local(4)", "ssgd", "ps(2)", "ps(backup=1)", "checkpoint:ps(2)")

@@ -27,7 +27,10 @@ from benchmarks.machine.netns_launch import netns_command, write_plan
 from tests.nemesis.faults import FAULTS, ROLES, USUAL_BITS_PER_S, Nemesis, possible
 from tests.nemesis.job import SAMPLES
 
-MODES = ("sync", "partial(3)", "subgroup(0,1,2)", "local(3)", "grouped(2)", "ps(1)", "ps(3)", "ssp(2)", "ps(backup=1)")
+MODES = (
+    "sync", "partial(3)", "subgroup(0,1,2)", "local(3)", "grouped(2)", "ps(1)", "ps(3)", "ssp(2)", "ps(backup=1)",
+    "ps(grace=1)",
+)  # fmt: skip
 RANKS, STRIKES = 4, 3
 READY_S, JOB_S = 300.0, 300.0
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 import pickle
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from scheduler.plan.plan import Plan
+from scheduler.rules.grace import UpdateGrace
 from scheduler.rules.server_rule import Drop, Event, Push, ServerRule, Update, pushers
 from star_hvd.errors import ChannelError
 
@@ -55,6 +57,7 @@ class _Memory:
     metas: dict[PushId, dict[str, Any]] = field(default_factory=dict)
     push_results: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
+    dropped: dict[int, str] = field(default_factory=dict)  # Reasons, for ranks that are not released yet.
     inactive: set[int] = field(default_factory=set)  # By their own report: they push nothing for now.
     silent: set[int] = field(default_factory=set)  # By the owner's report: the coordinator does not hear them.
     best_steps: int = -1
@@ -89,6 +92,7 @@ class Primary:
         self._memory: _Memory = (
             pickle.loads(journal) if journal else _Memory(ServerRule(plan, version=version), plan.plan_id)
         )
+        self._grace = UpdateGrace(self._memory.rule, time.monotonic())
         self._arrived: dict[PushId, dict[int, tuple[float, float, float] | None]] = {}
         self._unfed: dict[PushId, dict[str, Any]] = {}
         self._done = dict.fromkeys(range(n_servers), 0)
@@ -116,6 +120,19 @@ class Primary:
     def guards(self) -> bool:
         """Whether pushes are compared with the recent updates."""
         return self._memory.rule.plan.guard != "none"
+
+    @property
+    def next_s(self) -> float:
+        """When to call `tick`, by `time.monotonic`; infinite if there is nothing to do."""
+        return math.inf if self._grace.due_s is None else self._grace.due_s
+
+    def tick(self) -> None:
+        """Close an update whose grace is over."""
+        events = self._grace.expire(time.monotonic())
+        if events:
+            self._take(events)
+            self._feed()
+            self._flush()
 
     # ---- what comes in ------------------------------------------------------------------------------------
 
@@ -346,7 +363,8 @@ class Primary:
                 self._order({"op": "drop", "rank": event.rank, "step": event.step})
                 note = {"kind": "drop", "ranks": [event.rank], "reason": event.reason}
                 self._to_note.append(note)
-                self._release(event.release, answer, dropped={event.rank: event.reason})
+                self._memory.dropped[event.rank] = event.reason
+                self._release(event.release, answer)
             else:
                 self._release(event.ranks, answer)
 
@@ -386,9 +404,7 @@ class Primary:
         )
         self._release(update.release, answer, sent=True)
 
-    def _release(
-        self, ranks: Sequence[int], answer: bool, dropped: dict[int, str] | None = None, sent: bool = False
-    ) -> None:
+    def _release(self, ranks: Sequence[int], answer: bool, sent: bool = False) -> None:
         memory = self._memory
         if not answer:
             return
@@ -396,7 +412,7 @@ class Primary:
         if released and not sent:
             self._order({"op": "send", "to": [list(each) for each in released]})
         for rank, step in released:
-            reason = (dropped or {}).get(rank)
+            reason = memory.dropped.pop(rank, None)
             self._answer(rank, step, "params" if reason is None else "dropped", reason or "")
 
     def _answer(self, rank: int, step: int, kind: str, reason: str = "", **more: Any) -> None:
@@ -444,6 +460,7 @@ class Primary:
 
     def _flush(self) -> None:
         """Write the decisions to the journal, then send them."""
+        self._grace.look(time.monotonic())
         orders, push_results, notes = self._to_order, self._to_answer, self._to_note
         if not (orders or push_results or notes):
             return

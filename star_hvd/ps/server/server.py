@@ -297,10 +297,14 @@ class Server:
         for end in ends:
             if end.next_s <= time.monotonic():
                 end.tick()
+        primaries = [job.primary for job in self._jobs.values() if job.primary is not None]
+        for primary in primaries:
+            if primary.next_s <= time.monotonic():
+                primary.tick()
         for link in self._links:  # A broken link ends the process; the owner's next one gets the missed orders.
             if link.stream.broken is not None and not link.stream.replaced and not link.stream.ended:
                 raise ChannelError(link.stream.broken)
-        next_s = min(end.next_s for end in ends)
+        next_s = min(each.next_s for each in (*ends, *primaries))
         return None if math.isinf(next_s) else max(0, math.ceil(1e3 * (next_s - time.monotonic())))
 
     def close(self) -> None:

@@ -25,12 +25,12 @@ _PLANS = (
     Plan.sync(_WORLD), Plan.partial(_WORLD, 3), Plan.subgroup(_WORLD, (0, 1, 3)), Plan.ps(_WORLD, 2),
     Plan.ps(_WORLD, 1, servers=(0, 1), rule="ssp", slack=3), Plan.grouped(_WORLD, ((0, 1), (2, 3))),
     Plan.local(_WORLD, seconds=2.5), Plan.ps(_WORLD, _WORLD),
-    Plan.ps(_WORLD, 1, rule="groups"), Plan.ps(_WORLD, 3, rule="backup"),
+    Plan.ps(_WORLD, 1, rule="groups"), Plan.ps(_WORLD, 3, rule="backup"), Plan.ps(_WORLD, 2, rule="grace"),
 )  # fmt: skip
 _NAMES = (
     "auto", "sync", "sync(balanced)", "sync(24,12,16,24)", "sync(steal)", "partial", "partial(3)", "subgroup(0,1,2)",
     "grouped(2)", "ps(2)", "ps(dynamic)", "ps(ssp=3)",
-    "ps(backup=1)", "ssgd", "asgd", "dynsgd", "ssp(3)", "local(4)", "local(2.5s)",
+    "ps(backup=1)", "ps(grace=1)", "ssgd", "asgd", "dynsgd", "ssp(3)", "local(4)", "local(2.5s)",
 )  # fmt: skip
 
 

@@ -157,7 +157,7 @@ class _Sink:
 
 _PLANS = (
     Plan.ps(_WORLD, 2), Plan.ps(_WORLD, 1), Plan.ps(_WORLD, _WORLD), Plan.ps(_WORLD, 1, rule="ssp", slack=2),
-    Plan.ps(_WORLD, 1, guard="reject"), Plan.ps(_WORLD, 2, rule="backup"),
+    Plan.ps(_WORLD, 1, guard="reject"), Plan.ps(_WORLD, 2, rule="backup"), Plan.ps(_WORLD, 2, rule="grace"),
 )  # fmt: skip
 
 

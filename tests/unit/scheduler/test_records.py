@@ -172,7 +172,7 @@ def test_plans_do_not_change() -> None:
 @pytest.mark.parametrize(
     "mode",
     ["sync", "partial(2)", "subgroup(0,2)", "grouped(2)", "ps(3)", "ps(dynamic)", "ps(ssp=2)", "ps(backup=1)"]
-    + ["local(5)", "local(2.5s)"],
+    + ["ps(grace=1)", "local(5)", "local(2.5s)"],
 )
 def test_every_mode_has_a_name_that_parses_back_and_survives_the_wire(mode: str) -> None:
     plan = parse_mode(mode, 4, max_staleness=3)

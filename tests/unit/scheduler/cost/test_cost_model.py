@@ -29,7 +29,7 @@ def every_mode(n: int) -> list[Plan]:
     return [
         Plan.sync(n), Plan.partial(n, n - 1), Plan.partial(n, n // 2), Plan.subgroup(n, range(n - 1)),
         Plan.grouped(n, 2), Plan.ps(n, 1), Plan.ps(n, n - 1), Plan.ps(n, 1, rule="groups"),
-        Plan.ps(n, n - 1, rule="backup", lr_rule="none"), Plan.local(n, steps=4), Plan.local(n, seconds=1.0),
+        Plan.ps(n, n - 1, rule="grace", lr_rule="none"), Plan.local(n, steps=4), Plan.local(n, seconds=1.0),
         Plan.ps(n, 1, rule="ssp", slack=3), Plan.ps(n, 1, lr_rule="none", damping="none"),
     ]  # fmt: skip
 

@@ -65,6 +65,19 @@ def test_backup_drops_what_is_late() -> None:
     assert flow.interval_s == pytest.approx(1.0)
 
 
+def test_the_grace_of_servers_waits_for_who_is_usually_in_time() -> None:
+    plan = Plan.ps(8, 7, rule="grace", lr_rule="none")
+    slow = server_flow(plan, np.array([SEVEN_AND_ONE]), 7, 0.0)
+    assert (slow.interval_s, slow.gradients, slow.drift) == (pytest.approx(1.0), pytest.approx(7.0), 0.0)
+    times = 0.1 * np.exp(0.02 * np.random.default_rng(1).standard_normal((24, 8)))
+    equal = server_flow(plan, times, 7, 0.0)
+    assert equal.gradients == 8.0 and equal.interval_s == pytest.approx(float(times.max(axis=1).mean()))
+    times[0, 0] = 1.0  # Once: a grace, and seven gradients.
+    once = server_flow(plan, times, 7, 0.0)
+    assert once.gradients == pytest.approx(8.0 - 1.0 / 24.0)
+    assert once.interval_s == pytest.approx(equal.interval_s + 0.025 / 24.0, rel=0.01)
+
+
 def test_partial_waits_for_its_quorum_and_folds_the_rest() -> None:
     times = np.array([[1.0] * 7 + [4.1]] * 24)
     all_, seven = partial_flow(times, [8, 7], 0.0, scales=[1.0, 1.0])
@@ -95,7 +108,7 @@ def test_means_of_gradients() -> None:
     "plan",
     [
         Plan.partial(6, 5), Plan.partial(6, 4), Plan.ps(6, 4), Plan.ps(6, 1),
-        *(Plan.ps(6, x, rule="backup", lr_rule="none") for x in (5, 4, 3)),
+        *(Plan.ps(6, x, rule=rule, lr_rule="none") for x in (5, 4, 3) for rule in ("backup", "grace")),
     ],
     ids=lambda plan: plan.label,
 )

@@ -11,7 +11,9 @@ from scheduler.plan.plan import Plan, PlanError
 from scheduler.plan.transmission import BACKGROUND_MODES, Transmission
 from scheduler.records import parse_mode
 
-NAMES = ("local(8)", "local(2.5s)", "ps(3)", "ps(dynamic)", "ps(ssp=2)", "ps(backup=1)", "subgroup(0,1,2)")
+NAMES = (
+    "local(8)", "local(2.5s)", "ps(3)", "ps(dynamic)", "ps(ssp=2)", "ps(backup=1)", "ps(grace=1)", "subgroup(0,1,2)"
+)
 transmissions = st.one_of(st.none(), st.builds(Transmission, background=st.booleans()))
 
 

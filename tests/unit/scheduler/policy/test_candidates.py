@@ -54,7 +54,7 @@ def test_as_many_are_left_out_as_are_slow() -> None:
     assert (stragglers.slow, stragglers.intermittent, stragglers.links) == ((2, 5), (), ())
     assert 2 in stragglers.at_once
     labels = {plan.label for plan in candidates(conditions(steady(8, slow={2: 2.0, 5: 4.0})))}
-    assert {"sync", "partial(6)", "subgroup(0,1,3,4,6,7)", "grouped(2)", "ps(6)", "ps(backup=2)", "ps(1)"} <= labels
+    assert {"sync", "partial(6)", "subgroup(0,1,3,4,6,7)", "grouped(2)", "ps(6)", "ps(grace=2)", "ps(1)"} <= labels
 
 
 def test_ranks_a_little_slower_are_left_out_of_one_subgroup_beside_the_slow_one() -> None:
@@ -117,7 +117,7 @@ def test_ranks_that_freeze_hold_no_server() -> None:
     assert summarize_stragglers(frozen).frozen == (1,)
     servers = [plan for plan in candidates(frozen) if plan.mode == "ps"]
     assert servers and all(1 not in plan.servers for plan in servers)
-    assert {"ps(3)", "ps(backup=1)"} <= {plan.label for plan in servers}
+    assert {"ps(3)", "ps(grace=1)"} <= {plan.label for plan in servers}
 
 
 @settings(max_examples=60, deadline=None)

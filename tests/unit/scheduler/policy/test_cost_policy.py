@@ -307,7 +307,7 @@ def test_meanwhile_a_mode_without_a_price_is_taken() -> None:
             plan = taken
             ends.append((one.step, plan.label))
     (first, partial), (later, servers) = ends
-    assert (partial, servers) == ("partial(3)", "ps(backup=1)") and first <= 44 and later > 100
+    assert (partial, servers) == ("partial(3)", "ps(grace=1)") and first <= 44 and later > 100
     rates = [1e9, 1e9, 1e9, 1e7]
     link = [
         window(steady(4), rates=rates, comm_bytes=1_000_000, end=end, allowed=("sync", "local", "subgroup"))

@@ -26,7 +26,7 @@ def plans(n: int) -> st.SearchStrategy[Plan]:
         st.integers(1, n),
         dampings,
         guards,
-        st.sampled_from(["x", "backup"]),
+        st.sampled_from(["x", "backup", "grace"]),
     )
     ssp = st.builds(
         lambda s, d, g: Plan.ps(n, 1, rule="ssp", slack=s, damping=d, guard=g), st.integers(0, 3), dampings, guards
@@ -99,13 +99,18 @@ class Check:
 def test_every_push_ends_once_and_nobody_is_blocked(data: st.DataObject, n: int) -> None:
     check = Check(n, data.draw(plans(n)))
     for _ in range(data.draw(st.integers(1, 40))):
-        what = data.draw(st.sampled_from(["push"] * 8 + ["absent", "present", "plan"]))
+        what = data.draw(st.sampled_from(["push"] * 8 + ["absent", "present", "plan", "close"]))
         rank = data.draw(st.integers(0, n - 1))
         if what == "push":
             check.push(rank, data.draw(st.sampled_from([None, 0.5, -0.1, -0.9])), data.draw(st.floats(0.0, 3.0)))
         elif what == "absent":
             check.away.add(rank)
             check.take(check.rule.absent(rank))
+        elif what == "close":
+            held = check.rule.holding
+            events = check.rule.close()
+            assert bool(updates(events)) == held
+            check.take(events)
         elif what == "present":
             check.away.discard(rank)
             check.take(check.rule.present(rank))
