@@ -21,14 +21,28 @@ _CONNECT_TIMEOUT_MS = 1500
 seconds, if the host was cut off or drops a share of the requests (`connection_filter`)."""
 
 
+_PROBE_AFTER_S, _PROBE_EVERY_S, _PROBES = 5, 2, 3
+"""Detects a host that is gone or cut off at the listening side of an idle connection, by the system's probes."""
+
+
 def keep_alive(socket: zmq.Socket[Any]) -> None:
     """Set the options, before the socket is bound or connected.
 
     A process that is frozen for longer than the timeouts loses its connections but no messages; see `reliable`.
+
+    Only the connecting side sends ZeroMQ's heartbeats. If a rank reconnects, its new connection replaces the old one in
+    the ROUTER. If data then still arrives on the old one, and it breaks, libzmq 4.3.5 ends the process at the next
+    heartbeat (`Assertion failed: !_io_error`).
     """
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    if socket.type == zmq.ROUTER:
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _PROBE_AFTER_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _PROBE_EVERY_S)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, _PROBES)
+    else:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.TCP_MAXRT, UNTAKEN_TIMEOUT_MS)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
