@@ -176,9 +176,7 @@ class JobState:
             self._next_tidy_s = now_s + _TIDY_INTERVAL_S
             self.outbox.extend((ALL, message) for message in self._sets.tidy(now_s))
         fed = self._fed
-        if fed is not None:  # Other optimizers' gradients come from the same batches.
-            reasons = (each.equal_batches for each in self.optimizers.values())
-            fed.equal_batches = next(filter(None, reasons), "")
+        self._pass_equal_batches()
         if fed is not None and self.shares.state.batch:
             fed.shares = self.shares
             self.shares.tick(fed.feeding, now_s, even=bool(fed.equal_batches))
@@ -341,6 +339,7 @@ class JobState:
         for optimizer in self.optimizers.values():
             optimizer.has_queue = optimizer.has_queue or message.samples > 0
             optimizer.has_shares = optimizer.has_shares or (message.samples > 0 and not message.fixed)
+        self._start_fed(now_s)
         self.shares.state.in_step = self._fed is not None and self._fed.in_step
         self._leases.ask(rank, message, self._own_pace_s(rank), now_s)
 
@@ -353,7 +352,21 @@ class JobState:
         for optimizer in self.optimizers.values():
             optimizer.has_queue = optimizer.has_queue or message.samples > 0
             optimizer.microbatches = optimizer.microbatches or (message.parts if message.samples > 0 else 0)
+        self._start_fed(now_s)
         self.microbatches.open(rank, message, now_s)
+
+    def _start_fed(self, now_s: float) -> None:
+        """Publish at once the mode that needs the loader which has just asked for its first samples."""
+        fed = self._fed
+        if fed is not None:
+            self._pass_equal_batches()
+            fed.start(now_s)
+            self.microbatches.steals = fed.feeding.steal
+
+    def _pass_equal_batches(self) -> None:
+        """Tell the optimizer that the loader feeds why batches must be equal: others use the same ones."""
+        if self._fed is not None:
+            self._fed.equal_batches = next(filter(None, (each.equal_batches for each in self.optimizers.values())), "")
 
     @property
     def _fed(self) -> OptimizerState | None:

@@ -167,6 +167,21 @@ class OptimizerState:
                     self._readiness.for_plan(self._resolve(wanted))  # Start servers at their probable places meanwhile.
             elif not (wanted.uneven or wanted.steal):  # Otherwise published once a loader feeds the ranks.
                 self.publish(wanted, now_s)
+        self.start(now_s)
+
+    def start(self, now_s: float) -> None:
+        """Publish at once, if a loader feeds the ranks, the mode that needs it.
+
+        That is the user's mode, or `sync(balanced)` where `auto` may choose exact modes only: it does not differ from
+        `sync` while no rank is slow, and a rank that is slow from the start gets its share some steps earlier.
+        """
+        if self._switch is not None or self._is_bound or self.closing or self.plans != [(0, self.active)]:
+            return
+        if self._wanted is not None and (self._wanted.uneven or self._wanted.steal):
+            self._retry_wanted(now_s)
+        elif self.choice is not None and not self._may_relax and self.has_shares and not self.microbatches:
+            reason = "batch shares follow the ranks' speed from the first steps on"
+            self.publish(self.active.replace(balanced=True, reason=reason), now_s)
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
         """Note that a rank's fresh gradient for its current step is ready."""

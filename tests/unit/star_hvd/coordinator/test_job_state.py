@@ -9,6 +9,7 @@ import pytest
 from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.leases import LeaseAsk
+from star_hvd.channel.messages.microbatches import MicrobatchOpen, MicrobatchShares
 from star_hvd.channel.messages.switch import Commit, Drained, Prepared, Restart
 from star_hvd.config import Config
 from star_hvd.coordinator.job_state import ALL
@@ -420,6 +421,36 @@ def test_where_batches_must_be_equal_no_optimizer_gets_others(optimizer: int, pl
     job, published = _exact_plans(m.ModeUnsupported(optimizer, 0, "SyncBatchNorm", equal_batches=True), plan)
     assert not any(each.uneven for each in published)
     assert plan is None or "SyncBatchNorm" in job.engine.explain()
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_job_of_exact_modes_starts_with_batch_shares(exact: bool) -> None:
+    job = Job(4)
+    job.register(None)
+    if exact:
+        job.say(0, m.ModeUnsupported(0, 0, "a GradScaler"))
+    heard = job.say(1, LeaseAsk(0, 0, 100_000, 16, False, 0, 0, 0.0, 1, []))  # Without a tick.
+    plans = [Plan.from_dict(each.plan) for each in only(heard, m.PlanMessage)]
+    assert [plan.label for plan in plans] == (["sync(balanced)"] if exact else [])
+    again = job.say(2, LeaseAsk(0, 0, 100_000, 16, False, 0, 0, 0.0, 1, []))
+    assert only(again, m.PlanMessage) == [], "once"
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_first_step_of_a_stealing_loader_is_made_for_it(early: bool) -> None:
+    """Passes of several sizes, which show pace and fixed cost, also if a rank's loader is faster than an optimizer."""
+    job = Job(4)
+    opened = MicrobatchOpen(0, 0, 100_000, 16, 4, False, 0, 0)
+    heard = [] if not early else job.say(0, opened)
+    job.register(Plan.sync(4, steal=True))
+    for rank in range(early, 4):
+        heard += job.say(rank, opened)
+    shares = [each for each in only(heard, MicrobatchShares) if each.step == 0]
+    assert len(shares) == 4 and len({tuple(each.sizes) for each in shares}) == 1
+    equal = len(set(shares[0].sizes)) == 1
+    assert equal == early, "a step that is made is not made again"
+    plans = [Plan.from_dict(each.plan).label for each in only(heard, m.PlanMessage)]
+    assert plans == ["sync(steal)"]
 
 
 def test_shares_end_where_batches_turn_out_to_have_to_be_equal() -> None:
