@@ -214,13 +214,14 @@ class Proxy:
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            client, _ = self._listener.accept()
+            client, (address, _) = self._listener.accept()
             if self._refusing:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 client.close()
                 return
             try:
-                server = socket.create_connection(self._target, 5.0)
+                # From the client's own address, by which the job's connections are known.
+                server = socket.create_connection(self._target, 5.0, source_address=(address, 0))
             except OSError:
                 client.close()
                 return

@@ -33,8 +33,8 @@ class Tap:
     def _accept(self) -> None:
         with contextlib.suppress(OSError):
             while True:
-                near = self._listener.accept()[0]
-                far = socket.create_connection(self._target)
+                near, (address, _) = self._listener.accept()
+                far = socket.create_connection(self._target, source_address=(address, 0))
                 self._ends += [near, far]
                 for source, sink in ((near, far), (far, near)):
                     stream = bytearray()
