@@ -48,6 +48,7 @@ class Training:
         self.loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS, num_workers=1)
         self.world = "first" if int(hvd.size()) == 4 else "second"
         self.notes = (folder / f"{self.world}-{os.getpid()}.txt").open("w", buffering=1)
+        self.sums = (folder / f"{self.world}-{os.getpid()}.sums").open("w", buffering=1)
 
     def part(self, batch: Any, epoch: int, step: int) -> None:
         """Forward and backward of a micro-batch; rank 1 takes longer, so that others take over from it."""
@@ -56,6 +57,10 @@ class Training:
         torch.nn.functional.mse_loss(self.net(inputs), wanted).backward()
         self.notes.write(f"{self.world} {epoch} {step} {' '.join(map(str, numbers.tolist()))}\n")
         time.sleep(0.02 if hvd.rank() == 1 else 0.005)
+
+    def stepped(self, epoch: int, step: int) -> None:
+        """Note what the parameters are behind a step, for whoever looks for a step that went wrong."""
+        self.sums.write(f"{self.world} {epoch} {step} {float(_vector(self.net).double().sum())!r}\n")
 
     def report(self, **facts: Any) -> None:
         write_result({"size": int(hvd.size()), "params": _vector(self.net).tolist(), **facts})
@@ -86,6 +91,7 @@ def killed(folder: Path, *, inside: bool) -> None:
                 made.optimizer.step()
                 commits = inside and parts == 1 and state.step == COMMITS_AT
                 if made.optimizer.stepped:
+                    made.stepped(state.epoch, state.step)
                     state.step, parts = state.step + 1, 0
                     commits = commits or (not inside and state.step == COMMITS_AT)
                 if first and commits:

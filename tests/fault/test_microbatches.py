@@ -17,8 +17,10 @@ from tests.support.launch import run_job
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(ELASTIC_LIMIT_S)]
 
 
-def _reference(taken: list[list[list[int]]]) -> torch.Tensor:
-    """One process with the batch that the ranks had together in every step."""
+def _reference(taken: list[list[list[int]]]) -> tuple[torch.Tensor, list[float]]:
+    """One process with the batch that the ranks had together in every step; also the sum of its parameters behind each.
+    """
+    sums = []
     net, data = _net(), _data()
     optimizer = sgd(net)
     for numbers in (numbers for epoch in taken for numbers in epoch):
@@ -27,7 +29,20 @@ def _reference(taken: list[list[list[int]]]) -> torch.Tensor:
         torch.nn.functional.mse_loss(net(inputs), wanted).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
         optimizer.step()
-    return _vector(net)
+        sums.append(float(_vector(net).double().sum()))
+    return _vector(net), sums
+
+
+def _first_wrong(folder: Path, sums: dict[tuple[int, int], float], at: int) -> list[str]:
+    """The earliest notes of parameters that are not the reference's; `sums` by epoch and step."""
+    found = []
+    for file in sorted(folder.glob("*.sums")):
+        for line in file.read_text().splitlines():
+            world, epoch, step, value = line.split()
+            where = int(epoch), int(step)
+            if (world == "first") == (where[1] < at) and abs(float(value) - sums[where]) > 1e-6:
+                found.append((where, f"{file.stem}: epoch {epoch}, step {step}"))
+    return [text for _, text in sorted(found)[:4]]
 
 
 def _check(folder: Path, results: list[dict[str, Any]], at: int = COMMITS_AT) -> None:
@@ -48,10 +63,12 @@ def _check(folder: Path, results: list[dict[str, Any]], at: int = COMMITS_AT) ->
     for epoch in steps.values():
         assert sorted(i for numbers in epoch.values() for i in numbers) == list(range(SAMPLES)), "every sample once"
     taken = [[sorted(epoch[step]) for step in sorted(epoch)] for _, epoch in sorted(steps.items())]
-    expected = _reference(taken)
+    expected, values = _reference(taken)
+    sums = dict(zip(((epoch, step) for epoch in sorted(steps) for step in sorted(steps[epoch])), values, strict=True))
     for result in results:
         found = torch.tensor(result["params"], dtype=expected.dtype)
-        assert float((found - expected).abs().max() / expected.abs().max()) < 1e-6
+        wrong = float((found - expected).abs().max() / expected.abs().max())
+        assert wrong < 1e-6, _first_wrong(folder, sums, at)
 
 
 @pytest.mark.parametrize("what", ["killed", "killed_after_commit_inside"])
