@@ -74,7 +74,8 @@ class UpdateGrace:
         if self._rule.version != self._version:
             if self._first_s is not None:  # The push that completed the update.
                 self._grace.note([now_s - self._first_s])
-                self._intervals_s.append((self._quorum_s or now_s) - self._began_s)
+                quorum_s = now_s if self._quorum_s is None else self._quorum_s
+                self._intervals_s.append(quorum_s - self._began_s)
             self._begin(now_s)
         for _ in range(self._rule.fresh - self._seen):
             if self._first_s is None:

@@ -179,7 +179,9 @@ class OptimizerState:
             return
         if self._wanted is not None and (self._wanted.uneven or self._wanted.steal):
             self._retry_wanted(now_s)
-        elif self.choice is not None and not self._may_relax and self.has_shares and not self.microbatches:
+        elif self.choice is not None and self.has_shares and not self._may_relax and not (
+            self.microbatches or self.equal_batches
+        ):
             reason = "batch shares follow the ranks' speed from the first steps on"
             self.publish(self.active.replace(balanced=True, reason=reason), now_s)
 

@@ -424,14 +424,18 @@ def test_where_batches_must_be_equal_no_optimizer_gets_others(optimizer: int, pl
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_job_of_exact_modes_starts_with_batch_shares(exact: bool) -> None:
+@pytest.mark.parametrize("even", [False, True])
+def test_a_job_of_exact_modes_starts_with_batch_shares(exact: bool, even: bool) -> None:
     job = Job(4)
     job.register(None)
+    job.register(Plan.sync(4), optimizer_id=1)
     if exact:
         job.say(0, m.ModeUnsupported(0, 0, "a GradScaler"))
+    if even:
+        job.say(0, m.ModeUnsupported(1, 0, "SyncBatchNorm", equal_batches=True))
     heard = job.say(1, LeaseAsk(0, 0, 100_000, 16, False, 0, 0, 0.0, 1, []))  # Without a tick.
     plans = [Plan.from_dict(each.plan) for each in only(heard, m.PlanMessage)]
-    assert [plan.label for plan in plans] == (["sync(balanced)"] if exact else [])
+    assert [plan.label for plan in plans] == (["sync(balanced)"] if exact and not even else [])
     again = job.say(2, LeaseAsk(0, 0, 100_000, 16, False, 0, 0, 0.0, 1, []))
     assert only(again, m.PlanMessage) == [], "once"
 
