@@ -105,6 +105,7 @@ class Primary:
         self._to_note: list[dict[str, Any]] = []
         if journal and plan.plan_id > self._memory.plan_id:
             self.set_plan(plan)
+        self._grace.look(time.monotonic())  # The journal's rule may hold an update.
 
     @property
     def version(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from typing import Any
 
 import pytest
@@ -99,6 +100,36 @@ def test_the_last_update_is_in_every_mirror_before_its_result_is_sent() -> None:
         assert len(each.cuts()) == 1
     first.primary.push(1, 1, META)
     assert first.sent[-1] == "moved to rank 1", "nothing is left to wait for"
+
+
+def test_a_grace_ends_also_behind_a_restart() -> None:
+    plan = Plan.ps(3, 2, rule="grace", lr_rule="none")
+    first = Process(plan=plan)
+    for rank in (0, 1):
+        first.primary.push(rank, 1, META)
+        for shard in (0, 1):
+            first.primary.arrived(shard, rank, 1, None)
+    assert not first.orders and math.isfinite(first.primary.next_s), "rank 2 may be in time"
+    first.primary.read("pull", 2, 1)  # Which is why a journal is written.
+    again = Process(first.journal, plan)
+    for each in (first, again):
+        each.sent.clear()
+        limit_s = time.monotonic() + 20.0
+        while not each.sent and time.monotonic() < limit_s:
+            time.sleep(max(0.0, min(0.1, each.primary.next_s - time.monotonic())))
+            each.primary.tick()
+        assert each.sent == ["update to 1", "params to rank 0", "params to rank 1", "update to 0"]
+        assert each.primary.next_s == math.inf
+    again.primary.push(2, 1, META)  # Too late.
+    for shard in (0, 1):
+        again.primary.arrived(shard, 2, 1, None)
+    assert not [result for result in again.push_results if result[0] == 2], "it gets the next version with the others"
+    for rank in (0, 1):
+        again.primary.push(rank, 2, {**META, "version": 1})
+        for shard in (0, 1):
+            again.primary.arrived(shard, rank, 2, None)
+    (result,) = [result for rank, step, result in again.push_results if rank == 2]
+    assert (result["kind"], result["version"], result["applied"]) == ("dropped", 2, False)
 
 
 @pytest.mark.parametrize("losses", [(math.inf, -math.inf), (1e308, 1e308), (math.nan, 1.0)])
