@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 
 from scheduler.rules.server_rule import Event, ServerRule
 
-__all__ = ["Grace", "UpdateGrace", "median"]
+__all__ = ["FRACTION", "MADS", "Grace", "UpdateGrace", "median"]
 
 FRACTION, MADS = 0.25, 4.0
 _OFFSETS = 64  # Arrival offsets that determine the grace.
@@ -85,7 +85,7 @@ class UpdateGrace:
         self._seen = self._rule.fresh
         if not self._rule.holding:
             self.due_s = None
-        elif self._quorum_s is None:
+        elif self.due_s is None:  # Also if another plan's quorum was complete before.
             self._quorum_s = now_s
             usual_s = median(self._intervals_s) if self._intervals_s else now_s - self._began_s
             self.due_s = now_s + self._grace.seconds(usual_s)

@@ -115,6 +115,22 @@ def test_a_rank_alone_with_a_dropped_push_goes_on() -> None:
     assert isinstance(update, Update) and update.release == (2,)
 
 
+def test_an_update_has_a_deadline_whatever_plans_change_meanwhile() -> None:
+    """The quorum is complete, then no more under another plan, and again under a third one."""
+    plans = [Plan.ps(4, x, rule="grace", lr_rule="none") for x in (2, 3, 2)]
+    rule = ServerRule(plans[0], version=0)
+    grace = UpdateGrace(rule, 0.0)
+    for rank in (0, 1):
+        rule.push(Push(rank=rank, step=1, version=0, weight=1.0))
+    due_s = []
+    for at_s, plan in enumerate(plans, start=1):
+        assert rule.set_plan(plan) == []
+        grace.look(float(at_s))
+        due_s.append(grace.due_s)
+    assert due_s[0] is not None and due_s[1] is None and due_s[2] is not None
+    assert [type(event) for event in grace.expire(due_s[2])] == [Update]
+
+
 def test_a_journal_keeps_the_grace() -> None:
     rule = ServerRule(Plan.ps(3, 2, rule="grace", lr_rule="none"), version=0)
     for rank in (0, 1):
