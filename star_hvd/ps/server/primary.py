@@ -57,7 +57,7 @@ class _Memory:
     metas: dict[PushId, dict[str, Any]] = field(default_factory=dict)
     push_results: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
     applied: dict[int, int] = field(default_factory=dict)
-    dropped: dict[int, str] = field(default_factory=dict)  # Reasons, for ranks that are not released yet.
+    dropped: dict[int, tuple[int, str]] = field(default_factory=dict)  # Step and reason, of ranks to be released.
     inactive: set[int] = field(default_factory=set)  # By their own report: they push nothing for now.
     silent: set[int] = field(default_factory=set)  # By the owner's report: the coordinator does not hear them.
     best_steps: int = -1
@@ -364,7 +364,7 @@ class Primary:
                 self._order({"op": "drop", "rank": event.rank, "step": event.step})
                 note = {"kind": "drop", "ranks": [event.rank], "reason": event.reason}
                 self._to_note.append(note)
-                self._memory.dropped[event.rank] = event.reason
+                self._memory.dropped[event.rank] = event.step, event.reason
                 self._release(event.release, answer)
             else:
                 self._release(event.ranks, answer)
@@ -413,8 +413,9 @@ class Primary:
         if released and not sent:
             self._order({"op": "send", "to": [list(each) for each in released]})
         for rank, step in released:
-            reason = memory.dropped.pop(rank, None)
-            self._answer(rank, step, "params" if reason is None else "dropped", reason or "")
+            dropped_step, reason = memory.dropped.pop(rank, (-1, ""))
+            dropped = dropped_step == step  # Otherwise the rank has abandoned that push for this one.
+            self._answer(rank, step, "dropped" if dropped else "params", reason if dropped else "")
 
     def _answer(self, rank: int, step: int, kind: str, reason: str = "", **more: Any) -> None:
         memory = self._memory
