@@ -17,6 +17,7 @@ from typing import Any
 
 from star_hvd.patches import (
     CHEAP_DYNAMIC,
+    LASTING_THREAD_STATES,
     NCCL_REMOVAL,
     NO_GIL,
     OWN_STREAM,
@@ -24,6 +25,7 @@ from star_hvd.patches import (
     SURVIVE_DEATH,
     UNEVEN_HOSTS,
     build_list,
+    forks_can_hang,
     horovod_patches,
     mode_limits,
 )
@@ -142,6 +144,11 @@ def problems(horovod: dict[str, Any], limits: dict[str, dict[str, str]]) -> list
         problems.append(
             f"Horovod lacks the patch {SHARED_SETS}: a thread that uses a process set while it is removed can crash "
             f"the process; {_BUILD}"
+        )
+    if forks_can_hang(frozenset(present)):
+        problems.append(
+            f"Horovod lacks the patch {LASTING_THREAD_STATES}: with Python before 3.12 a loading worker that is forked "
+            f"during a reduction can hang, and the job with it; {_BUILD}"
         )
     if horovod["cuda"] and OWN_STREAM not in present:
         problems.append(

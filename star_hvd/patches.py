@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from scheduler.plan.plan import MODES
 
 __all__ = [
     "CHEAP_DYNAMIC",
+    "LASTING_THREAD_STATES",
     "NCCL_REMOVAL",
     "NO_GIL",
     "OWN_STREAM",
@@ -20,6 +22,7 @@ __all__ = [
     "SURVIVE_DEATH",
     "UNEVEN_HOSTS",
     "build_list",
+    "forks_can_hang",
     "horovod_patches",
     "horovod_release",
     "mode_limits",
@@ -33,6 +36,7 @@ UNEVEN_HOSTS = "0006"
 OWN_STREAM = "0007"
 NCCL_REMOVAL = "0009"
 SHARED_SETS = "0010"
+LASTING_THREAD_STATES = "0013"
 _PATCH_LIST = "star_patches.json"
 _PROCESS_SET_MODES = ("subgroup", "grouped")
 
@@ -66,6 +70,11 @@ def horovod_release() -> str | None:
         return importlib.metadata.version("horovod").partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def forks_can_hang(patches: frozenset[str], python: tuple[int, ...] = sys.version_info[:2]) -> bool:
+    """Whether a process forked from a rank, a loading worker for example, can hang at its start with these patches."""
+    return LASTING_THREAD_STATES not in patches and python < (3, 12)
 
 
 def mode_limits(patches: frozenset[str]) -> dict[str, dict[str, str]]:

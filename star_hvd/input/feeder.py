@@ -10,6 +10,9 @@ that travels with the indices and comes back beside the collated batch.
 
 from __future__ import annotations
 
+import functools
+import logging
+import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,8 +23,11 @@ from torch.utils.data.dataloader import default_collate
 
 from star_hvd.input.lease_stock import Batch, LeaseStock
 from star_hvd.input.microbatches import MicrobatchStock
+from star_hvd.patches import forks_can_hang, horovod_patches
 
 __all__ = ["Feeder", "Indices", "loader_options"]
+
+logger = logging.getLogger("star_hvd")
 
 Stock = LeaseStock | MicrobatchStock
 
@@ -68,6 +74,8 @@ class Feeder:
             self._options["collate_fn"] = _Numbering(options.get("collate_fn") or default_collate)
         if options.get("num_workers"):
             self._options["persistent_workers"] = True
+            if _start_method(options.get("multiprocessing_context")) == "fork":
+                _warn_of_forks()
         if options.get("generator") is not None:  # A copy: it also seeds the user's sampler, equally on all ranks.
             self._options["generator"] = torch.Generator().set_state(options["generator"].get_state())
         self._dataset = dataset
@@ -174,6 +182,24 @@ class _Sampler:
         self.on_their_way.append(batch.number)
         found = [index for start, stop in batch.spans for index in indices(start, stop)]
         return _Numbered(batch.number, found) if self._numbered else found
+
+
+def _start_method(context: Any) -> str | None:
+    """Return how a loader with this `multiprocessing_context` starts its workers."""
+    if isinstance(context, str):
+        return context
+    return multiprocessing.get_start_method() if context is None else context.get_start_method()
+
+
+@functools.cache
+def _warn_of_forks() -> None:
+    """Warn, once, if a worker that is forked can hang."""
+    if forks_can_hang(horovod_patches()):
+        logger.warning(
+            "this Horovod was built without patch 0013, and Python is older than 3.12: a loading worker that is forked "
+            "during a reduction can hang, and the job with it; build Horovod with scripts/build_horovod.py, or pass "
+            "multiprocessing_context='forkserver'"
+        )
 
 
 # ---- batches that overtake each other ---------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import pytest
 from scheduler.plan.plan import MODES
 from star_hvd import cli, doctor, patches
 
-ALL = frozenset(f"{number:04}" for number in range(1, 11))
+ALL = frozenset(f"{number:04}" for number in range(1, 14))
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +137,12 @@ def test_each_mismatch_says_what_to_do(library: dict[str, bool], now: dict[str, 
 
 def test_a_minor_version_of_cuda_may_differ() -> None:
     assert doctor.build_problems({"build": BUILD, **GPU}, {**NOW, "cuda": "13.2"}) == []
+
+
+def test_forks_are_a_problem_only_with_old_pythons_and_without_the_patch() -> None:
+    assert patches.forks_can_hang(ALL - {patches.LASTING_THREAD_STATES}, (3, 11))
+    assert not patches.forks_can_hang(ALL - {patches.LASTING_THREAD_STATES}, (3, 12))
+    assert not patches.forks_can_hang(ALL, (3, 11))
 
 
 @pytest.mark.parametrize(("missing", "library"), [(patches.OWN_STREAM, "cuda"), (patches.NCCL_REMOVAL, "nccl")])
