@@ -7,6 +7,9 @@ twice the optimum in hindsight. Until then a better mode that costs almost nothi
 slow needs no gain. Guard of accuracy (`scheduler.policy.accuracy_guard`): a rising loss or noise scale ends a relaxed
 mode at once and excludes relaxed modes for some time.
 
+An exact mode that already counters the stragglers (`sync(balanced)`, `sync(steal)`) is left for a relaxed one only for
+a gain that is certain: its 95 % quantile, with the cost model's own error, must be faster too.
+
 The outcome of a switch is measured (`scheduler.policy.switch_outcome`): a plan with costlier steps than the plan it
 replaced is reverted, and its mode is held back. A switch with a small gain waits until the active plan was measured;
 otherwise its outcome could not be judged.
@@ -157,6 +160,7 @@ class CostPolicy:
         self._now: tuple[Window, Plan, StragglerSummary | None] | None = None
         self._waiting: tuple[Prediction, float] | None = None
         self._going: Plan | None = None
+        self._uncertain: Prediction | None = None  # Best plan of the last decision for which an exact mode is kept.
         self._cold: Plan | None = None  # Best plan of the last decision, not chosen because its servers do not run yet.
         self._warm: set[int] = set()  # Ranks whose servers run or were asked to start.
         self._sets: dict[tuple[int, ...], int] = {}  # Process sets of active plans, with the last step of their use.
@@ -172,7 +176,7 @@ class CostPolicy:
                 raise ValueError(f"the {what} is for {size} ranks; expected {self.world_size}, as in this job")
         self._warm.update(active.servers, self.coming.servers if self.coming is not None else ())
         self._now, self._waiting, self._going, self.coming = (window, active, None), None, None, None
-        self._cold = None
+        self._cold = self._uncertain = None
         if self.world_size < 2:
             return None
         self._sets.update(dict.fromkeys(active.sets, window.step))
@@ -257,7 +261,7 @@ class CostPolicy:
             return self._going.reason
         if not active.plain:
             calm = f"; no rank is slow since step {self._calm_since}" if self._calm_since is not None else ""
-            return f"{active.reason or active.label}{calm}{self._was(active)}"
+            return f"{active.reason or active.label}{calm}{self._was(active)}{self._kept(active)}"
         text = describe_stragglers(window, stragglers, self._freezes.freezing, self._slow_since.steps)
         if not stragglers or not self.last:
             return f"{text}: sync{self._held_back(window)}"
@@ -273,6 +277,17 @@ class CostPolicy:
         short = " where ranks wait for processors" if self._least_gain > self._gain else ""
         why = held or f", too little for a switch{short}"
         return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast{why}{self._beside_servers(active)}"
+
+    def _kept(self, active: Plan) -> str:
+        """`; ps(1) at 3x as fast as sync, 90 % interval 1.5-3.7, is too uncertain to give up exact steps`, or empty."""
+        if self._uncertain is None:
+            return ""
+        low, high = (1.0 / max(end, 1e-9) for end in reversed(self._uncertain.reported_interval))
+        speed = 1.0 / max(self._uncertain.relative, 1e-9)
+        return (
+            f"; {self._uncertain.plan.label} at {speed:.2g}x as fast as sync, 90 % interval {low:.2g}-{high:.2g}, is "
+            "too uncertain to give up exact steps"
+        )
 
     def _beside_servers(self, plan: Plan) -> str:
         """Describe the other load that rules out servers altogether, or that keeps those of `plan` off some hosts."""
@@ -293,6 +308,9 @@ class CostPolicy:
         sync = next((p for p in self.last if p.plan.plain), None)
         sane = [p for p in self.last if p.high < _RISK or p is now or p is sync] or self.last
         sane = [p for p in sane if p is now or p is sync or not self._held(window, p, now)] or self.last
+        if now is not None and not stragglers.frozen:
+            self._uncertain = next((p for p in sane if _doubtful(p, now)), None)
+            sane = [p for p in sane if not _doubtful(p, now)]
         best = _largest_quorum(sane)
         if now is None:
             return self._go(window, best, active, None, stragglers)
@@ -502,6 +520,12 @@ def _factors(plan: Plan, conditions: Conditions) -> CostFactors:
     frozen_s = 0.0 if plan.mode == "ps" else conditions.frozen_s
     normalized_step = (found.interval_s - frozen_s) * steps / conditions.typical_s
     return CostFactors(max(1e-6, found.progress) * steps, frozen_s, normalized_step, found.interval_s * steps)
+
+
+def _doubtful(one: Prediction, now: Prediction) -> bool:
+    """Whether a relaxed plan may gain nothing over an active exact one that counters the stragglers."""
+    counters = not now.plan.relaxed and not now.plan.plain
+    return counters and one.plan.relaxed and one.reported_interval[1] >= now.relative
 
 
 def _worth_hiding(predictions: list[Prediction], active: Plan) -> list[Prediction]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from scheduler.cost.conditions import Conditions
-from scheduler.cost.cost_model import predict
+from scheduler.cost.cost_model import Prediction, predict
 from scheduler.plan.plan import Plan
 from scheduler.policy.candidates import candidates
 from scheduler.policy.cost_policy import CostPolicy
+from scheduler.records import Window
 from scheduler.simulator.job import run_plans
 from scheduler.simulator.scenario import Cluster, Network, Scenario
 from scheduler.simulator.whatif import what_if
@@ -100,3 +102,34 @@ def test_plans_with_other_shares_are_the_same_mode() -> None:
     conditions = dataclasses.replace(_conditions(steady(2, slow={1: 3.0})))
     assert [plan.label for plan in candidates(conditions, one, allowed=EXACT)].count("sync(balanced)") == 1
     assert [plan.label for plan in candidates(conditions, other, allowed=EXACT)].count("sync(balanced)") == 1
+
+
+@pytest.mark.parametrize(
+    ("slowest", "frozen", "left"), [(0.33, False, True), (0.37, False, False), (0.37, True, True)]
+)
+def test_it_is_left_for_a_relaxed_mode_only_if_the_gain_is_certain(slowest: float, frozen: bool, left: bool) -> None:
+    """`ps(3)` is predicted a sixth faster; at the 95 % quantile it is faster or slower. A frozen rank needs it."""
+
+    def ranker(offered: Sequence[Plan], _: Conditions, __: Window, active: Plan) -> list[Prediction]:
+        plans = {(plan.mode, plan.balanced): plan for plan in (*offered, active)}
+        servers = Plan.ps(4, 3, servers=(0,))
+        return [
+            Prediction(
+                plan=plan, relative=relative, low=0.9 * relative, high=high, interval_s=0.4 * relative,
+                progress=1.0, drift=0.0, reach=1.0, learned=True,
+            )
+            for plan, relative, high in (
+                (servers, 0.30, slowest), (plans.get(("sync", True), active), 0.36, 0.36), (Plan.sync(4), 1.0, 1.0),
+            )
+        ]  # fmt: skip
+
+    policy = CostPolicy(4, ranker=ranker)
+    active = Plan.sync(4, balanced=True, batch_shares=(25, 24, 3, 24), plan_id=1)
+    chosen = []
+    for end in range(40, 240, 4):
+        times = steady(4, slow={2: 4.0})
+        silent = {2: 20.0} if frozen else None
+        chosen.append(policy.decide(window(times, end=end, batch=19, now_s=0.1 * end, silent_s=silent), active))
+    assert any(plan is not None and plan.mode == "ps" for plan in chosen) == left
+    if not left:
+        assert "ps(3) at 3.3x as fast as sync, 90 % interval 2.7-3.7, is too uncertain to give up" in policy.explain()
