@@ -78,15 +78,21 @@ class Alerts:
                 self._config.quorum_deadline_s,
             )
 
-    def stall(self, rule: ClosingRule, now_s: float) -> None:
-        """Warn, once per `stall_warning_s`, which ranks a step has been waiting for."""
+    def stall(self, rule: ClosingRule, now_s: float) -> float | None:
+        """Warn, once per `stall_warning_s`, which ranks a step has been waiting for.
+
+        Returns:
+            For how many seconds it has been waiting, or None without a warning.
+        """
         pause_s = self._config.stall_warning_s
         if self._waiting_since_s is None or now_s - self._waiting_since_s < pause_s:
-            return
+            return None
         waited_s = now_s - self._waiting_since_s
-        if rule.ready and rule.missing and now_s - self._stall_logged_s >= pause_s:
-            self._stall_logged_s = now_s
-            logger.warning("step %d has been waiting for ranks %s for %.0f s", rule.step, list(rule.missing), waited_s)
+        if not rule.ready or not rule.missing or now_s - self._stall_logged_s < pause_s:
+            return None
+        self._stall_logged_s = now_s
+        logger.warning("step %d has been waiting for ranks %s for %.0f s", rule.step, list(rule.missing), waited_s)
+        return waited_s
 
 
 def _with_machine(straggler: Straggler, machines: Sequence[MachineStats]) -> Straggler:

@@ -28,6 +28,7 @@ from star_hvd.channel.messages.base import (
     ModeUnsupported,
     OptimizerDropped,
     PlanMessage,
+    StepWaits,
 )
 from star_hvd.channel.messages.switch import Drained, PlanActive, Prepared, PrepareFailed, ServerUp, StepNote, Switched
 from star_hvd.config import Config
@@ -368,7 +369,9 @@ class OptimizerState:
             self._decide_at_s = self._decide_next_s = now_s + self._config.decide_interval_s
             self.links.new_decision(self.gradient_bytes)
             self._decide(now_s)
-        self._alerts.stall(self.rule, now_s)
+        waited_s = self._alerts.stall(self.rule, now_s)
+        if waited_s is not None:
+            self._send(StepWaits(self.optimizer_id, self.rule.step, waited_s, list(self.rule.missing)))
         return min(wake_s, self._decide_at_s) if self.choice is not None or self._awaits_rates else wake_s
 
     def window(self, now_s: float = math.nan) -> Window:

@@ -45,6 +45,11 @@ class Meetings:
         """Note that the calling thread is the one that trains."""
         self._training_thread = threading.current_thread()
 
+    @property
+    def training_thread(self) -> threading.Thread:
+        """The thread that trains."""
+        return self._training_thread
+
     def _in_training_thread(self) -> bool:
         """Whether the calling thread trains; the main thread counts too once the training thread has ended."""
         caller, trains = threading.current_thread(), self._training_thread

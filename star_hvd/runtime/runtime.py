@@ -69,6 +69,7 @@ from star_hvd.runtime.memory_limits import MemoryLimits
 from star_hvd.runtime.mode_services import ModeServices
 from star_hvd.runtime.model_loader import ModelLoader
 from star_hvd.telemetry.resources import gpu_identity
+from star_hvd.telemetry.whereabouts import Whereabouts
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
 
@@ -190,6 +191,7 @@ class Runtime:
         peers, self.run_name = [Peer(*item) for item, _, _ in gathered], gathered[0][1]
         self.keyring.admit(peers)
         self._departures = Departures(peers)
+        self._whereabouts = Whereabouts()
         # A connection refused because its key is not known yet is never retried, so all ranks admit, then connect.
         mpi_ops.barrier()
         if control is not None:
@@ -535,6 +537,10 @@ class Runtime:
         elif isinstance(message, messages.ReportImmediately):
             for driver in list(self.drivers.values()):
                 driver.reporter.immediately = message.now
+        elif isinstance(message, messages.StepWaits):
+            if self.rank in message.ranks:
+                thread, step, waited_s = self._meetings.training_thread, message.step, message.waited_s
+                self._whereabouts.log(thread, rank=self.rank, step=step, waited_s=waited_s)
         elif isinstance(message, messages.StateSource):
             self._sources.put(message)
         elif isinstance(message, (MakeSet, DropSet, WarmServers, Servers, ServerRestarted, Presence, Probe)):

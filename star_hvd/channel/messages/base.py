@@ -28,6 +28,7 @@ __all__ = [
     "Heartbeat",
     "Hello",
     "ReportImmediately",
+    "StepWaits",
     "Join",
     "Late",
     "Message",
@@ -337,6 +338,18 @@ class ReportImmediately(Message):
 
     kind: ClassVar[str] = "hurry"
     now: bool
+
+
+@message_kind
+@dataclass(frozen=True, slots=True)
+class StepWaits(Message):
+    """A step has been waiting for some ranks for `waited_s` seconds: they log where their training threads are."""
+
+    kind: ClassVar[str] = "waits"
+    optimizer_id: int
+    step: int
+    waited_s: float
+    ranks: list[int]
 
 
 @message_kind

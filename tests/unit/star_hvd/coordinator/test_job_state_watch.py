@@ -33,7 +33,8 @@ def test_a_step_that_waits_long_is_logged_with_the_ranks_that_are_missing(caplog
     job.arrive(0, 7), job.arrive(2, 7)
     job.pass_time(9.5)
     assert caplog.text == ""
-    job.pass_time(1.0)
+    (told,) = only(job.pass_time(1.0), m.StepWaits)
+    assert (told.step, told.ranks) == (7, [1]) and told.waited_s == pytest.approx(10.0, abs=0.5)
     assert "step 7 has been waiting for ranks [1] for 10 s" in caplog.text
     job.pass_time(5.0)
     assert caplog.text.count("has been waiting") == 1, "not more often than it is long"
