@@ -8,7 +8,8 @@ slow needs no gain. Guard of accuracy (`scheduler.policy.accuracy_guard`): a ris
 mode at once and excludes relaxed modes for some time.
 
 An exact mode that already counters the stragglers (`sync(balanced)`, `sync(steal)`) is left for a relaxed one only for
-a gain that is certain: its 95 % quantile, with the cost model's own error, must be faster too.
+a gain that is certain: its 95 % quantile, with the cost model's own error, must be faster too. Where both are about as
+fast, the exact one is chosen.
 
 The outcome of a switch is measured (`scheduler.policy.switch_outcome`): a plan with costlier steps than the plan it
 replaced is reverted, and its mode is held back. A switch with a small gain waits until the active plan was measured;
@@ -311,7 +312,8 @@ class CostPolicy:
         if now is not None and not stragglers.frozen:
             self._uncertain = next((p for p in sane if _doubtful(p, now)), None)
             sane = [p for p in sane if not _doubtful(p, now)]
-        best = _largest_quorum(sane)
+        gain = 0.0 if stragglers.frozen else self._least_gain
+        best = _preferred(sane, gain)
         if now is None:
             return self._go(window, best, active, None, stragglers)
         if sync is not None and not active.plain and self._calm(window, active, sync.relative / now.relative):
@@ -325,7 +327,7 @@ class CostPolicy:
             return None
         price_s = self._price_s(conditions, active, best.plan)
         near_by = [p for p in sane if _same_family(active, p.plan)]
-        free = _largest_quorum(near_by) if near_by else now
+        free = _preferred(near_by, gain) if near_by else now
         near = self._near(window, free, now, _just_lost_s(conditions, active, free.plan)) if free is not best else None
         if best.plan.mode == "ps":
             self._rental.lost_s += lost_s  # Time lost to freezes, which servers would have avoided.
@@ -520,6 +522,15 @@ def _factors(plan: Plan, conditions: Conditions) -> CostFactors:
     frozen_s = 0.0 if plan.mode == "ps" else conditions.frozen_s
     normalized_step = (found.interval_s - frozen_s) * steps / conditions.typical_s
     return CostFactors(max(1e-6, found.progress) * steps, frozen_s, normalized_step, found.interval_s * steps)
+
+
+def _preferred(ranked: Sequence[Prediction], gain: float) -> Prediction:
+    """The best plan; if that is relaxed, an exact one that counters the stragglers and is slower by at most `gain`."""
+    best = _largest_quorum(ranked)
+    exact = next((p for p in ranked if not p.plan.relaxed and not p.plan.plain), None)
+    if exact is None or not best.plan.relaxed or (1.0 - gain) * exact.relative > best.relative:
+        return best
+    return exact
 
 
 def _doubtful(one: Prediction, now: Prediction) -> bool:

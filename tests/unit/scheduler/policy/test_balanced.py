@@ -133,3 +133,22 @@ def test_it_is_left_for_a_relaxed_mode_only_if_the_gain_is_certain(slowest: floa
     assert any(plan is not None and plan.mode == "ps" for plan in chosen) == left
     if not left:
         assert "ps(3) at 3.3x as fast as sync, 90 % interval 2.7-3.7, is too uncertain to give up" in policy.explain()
+
+
+@pytest.mark.parametrize(("partial", "chosen"), [(0.35, "sync(balanced)"), (0.33, "partial(3)")])
+def test_of_two_modes_that_are_about_as_fast_the_exact_one_is_chosen(partial: float, chosen: str) -> None:
+    def ranker(offered: Sequence[Plan], _: Conditions, __: Window, ___: Plan) -> list[Prediction]:
+        balanced = next(plan for plan in offered if plan.balanced)
+        return [
+            Prediction(
+                plan=plan, relative=relative, low=0.9 * relative, high=1.1 * relative, interval_s=0.4 * relative,
+                progress=1.0, drift=0.0, reach=1.0, learned=True,
+            )
+            for plan, relative in ((Plan.partial(4, 3), partial), (balanced, 0.36), (Plan.sync(4), 1.0))
+        ]  # fmt: skip
+
+    policy, seen = CostPolicy(4, ranker=ranker), set()
+    for end in range(40, 240, 4):
+        plan = policy.decide(window(steady(4, slow={2: 4.0}), end=end, batch=19, now_s=0.1 * end), Plan.sync(4))
+        seen |= {plan.label} if plan is not None else set()
+    assert seen == {chosen}
