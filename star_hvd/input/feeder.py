@@ -184,11 +184,14 @@ class _Sampler:
         return _Numbered(batch.number, found) if self._numbered else found
 
 
-def _start_method(context: Any) -> str | None:
+def _start_method(context: Any) -> str:
     """Return how a loader with this `multiprocessing_context` starts its workers."""
     if isinstance(context, str):
         return context
-    return multiprocessing.get_start_method() if context is None else context.get_start_method()
+    if context is None:  # Asking in any other way would settle the default, which the program may still want to set.
+        return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    method: str = context.get_start_method()
+    return method
 
 
 @functools.cache

@@ -24,6 +24,8 @@ def place_of(thread: threading.Thread) -> str:
     `train.py:31 in main > utils/data/dataloader.py:1291 in _try_get_data > python3.11/selectors.py:415 in select`
     """
     frame: FrameType | None = sys._current_frames().get(thread.ident or 0)
+    if not thread.is_alive():  # Another thread may have its number.
+        return ""
     places: list[str] = []
     while frame is not None:
         code = frame.f_code
@@ -58,12 +60,13 @@ class Whereabouts:
             step: The step that waits for it.
             waited_s: For how many seconds.
         """
-        place, now_s = place_of(thread) or "its training thread has ended", self._clock()
+        found, now_s = place_of(thread), self._clock()
+        place = f"is at {found}" if found else "has ended"
         if place == self._last and now_s - self._logged_s < _AGAIN_S:
             return
         self._last, self._logged_s = place, now_s
         logger.warning(
-            "step %d has been waiting for this rank, %d, for %.0f s; its training thread is at %s",
+            "step %d has been waiting for this rank, %d, for %.0f s; its training thread %s",
             step,
             rank,
             waited_s,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -41,3 +43,15 @@ def test_other_workers_are_not(warned: Any, options: dict[str, Any]) -> None:
 def test_a_horovod_with_the_patch_needs_no_warning(warned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeder, "forks_can_hang", lambda patches: False)
     assert warned(num_workers=1) == 0
+
+
+def test_the_program_may_still_choose_how_processes_start() -> None:
+    """Looking at the default must not settle it: `set_start_method` raises then."""
+    program = (
+        "import multiprocessing, torch\n"
+        "from star_hvd.input.feeder import Feeder\n"
+        "Feeder(torch.utils.data.TensorDataset(torch.arange(4)), {'num_workers': 1})\n"
+        "multiprocessing.set_start_method('spawn')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120.0)
+    assert done.returncode == 0, done.stderr

@@ -16,7 +16,7 @@ def _deep(depth: int, reached: threading.Event, leave: threading.Event) -> None:
         _deep(depth - 1, reached, leave)
     else:
         reached.set()
-        leave.wait()
+        leave.wait(60.0)
 
 
 @pytest.fixture(params=[0, 40])
@@ -25,7 +25,7 @@ def standing(request: pytest.FixtureRequest) -> Iterator[threading.Thread]:
     reached, leave = threading.Event(), threading.Event()
     thread = threading.Thread(target=_deep, args=(request.param, reached, leave))
     thread.start()
-    reached.wait()
+    assert reached.wait(60.0)
     yield thread
     leave.set()
     thread.join()
@@ -56,4 +56,4 @@ def test_a_thread_that_has_ended_is_said_to(caplog: pytest.LogCaptureFixture) ->
     ended.start()
     ended.join()
     Whereabouts().log(ended, rank=1, step=3, waited_s=10.0)
-    assert "its training thread has ended" in caplog.text
+    assert "for 10 s; its training thread has ended" in caplog.text
