@@ -46,10 +46,14 @@ __all__ = ["CELLS", "Cell", "figures", "main", "measure"]
 
 PLAIN, FP16, OURS, DEFAULT = "horovod", "horovod-fp16", "star", "default"
 BEHIND, BEHIND_LOSSY = "background", "background-auto"
+AUTO = "compression-auto"
+_LITTLE_COMPUTE = 0.25  # Up to this part of a reduction's least time, compression can save most of a step.
 CELLS = (
     (1.0, 50.0, 0.8, "sync", ()),
     (1.0, 200.0, 0.8, "sync", ()),
-    (10.0, 50.0, 0.8, "sync", (PLAIN, FP16, "compression-auto")),
+    (10.0, 50.0, 0.1, "sync", (PLAIN, FP16, AUTO)),
+    (10.0, 50.0, 0.8, "sync", (PLAIN, FP16, AUTO)),
+    (10.0, 200.0, 0.1, "sync", (PLAIN, FP16, AUTO)),
     (10.0, 200.0, 0.8, "sync", ()),
     (1.0, 200.0, 1.5, "sync", ()),
     (4.0, 200.0, 0.2, "ps(3)", (PLAIN, OURS, DEFAULT, BEHIND, BEHIND_LOSSY)),
@@ -210,8 +214,11 @@ def figures(cells: Sequence[Cell]) -> dict[str, Any]:
     `sync_lossless`: the largest ratio of `sync` with overlap where communication is longer than compute.
     `sync_lossless_bound`: the bound of the same cell.
     `hierarchical`: the largest ratio of `sync` with hierarchical reductions (inside the hosts first).
-    `sync_auto`: the largest ratio of `sync` with `Compression.auto` where communication is longer than compute.
-    `sync_auto_fp16`: the largest of its step times over those of Horovod with fp16.
+    `sync_auto`: the largest ratio of `sync` with `Compression.auto` where device time is short, so that nearly all of a
+    step is communication; without such cells, where communication is longer than compute.
+    `sync_auto_fp16`: the largest of its step times over those of Horovod with fp16, in the same cells.
+    `sync_auto_long`, `sync_auto_long_bound`: the largest ratio where device time is long although communication is
+    longer, and in that cell the device time over the step time of plain Horovod, below which no compression gets.
     `compute_bound`: the largest step time with `overlap="auto"` or `Compression.auto`, once decided, over that of
     star_hvd without it, where compute is at least as long as communication.
     `ps_bound`: the largest step time with servers under the default settings, over the longest of compute, push, pull.
@@ -229,15 +236,25 @@ def figures(cells: Sequence[Cell]) -> dict[str, Any]:
     if kept:
         worst = max(kept, key=lambda c: c["ratio"])
         found = {"sync_lossless": worst["ratio"], "sync_lossless_bound": worst["bound"]}
-    lossy = [c for c in bound if c["mode"] == "sync" and c["variant"] == "compression-auto"]
-    if lossy:
-        found["sync_auto"] = max(c["ratio"] for c in lossy)
-        found["sync_auto_fp16"] = max(c["step_s"] / _same_cell(c, cells, FP16) for c in lossy)
-    tried = [c for c in cells if c["part"] >= 1.0 and c["variant"] in ("overlap-auto", "compression-auto")]
+    found |= _auto_figures([c for c in bound if c["mode"] == "sync" and c["variant"] == AUTO], cells)
+    tried = [c for c in cells if c["part"] >= 1.0 and c["variant"] in ("overlap-auto", AUTO)]
     idle = [c["step_s"] / _same_cell(c, cells, OURS) for c in tried]
     found |= {"hierarchical": max(over_hosts)} if over_hosts else {}
     found |= {"compute_bound": max(idle)} if idle else {}
     return found | _ps_figures(cells) | _local_figures(cells)
+
+
+def _auto_figures(lossy: Sequence[Cell], cells: Sequence[Cell]) -> dict[str, Any]:
+    short = [c for c in lossy if c["part"] <= _LITTLE_COMPUTE] or list(lossy)
+    found: dict[str, Any] = {}
+    if short:
+        found["sync_auto"] = max(c["ratio"] for c in short)
+        found["sync_auto_fp16"] = max(c["step_s"] / _same_cell(c, cells, FP16) for c in short)
+    if long := [c for c in lossy if c not in short]:
+        worst = max(long, key=lambda c: c["ratio"])
+        found["sync_auto_long"] = worst["ratio"]
+        found["sync_auto_long_bound"] = worst["compute_s"] / _same_cell(worst, cells, PLAIN)
+    return found
 
 
 def _ps_figures(cells: Sequence[Cell]) -> dict[str, Any]:

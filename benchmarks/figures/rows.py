@@ -182,8 +182,9 @@ def _exact(scenario: str) -> Row:
 
 BALANCED = ("sync(balanced)",)
 LINK_FIGURES = (
-    "sync_lossless", "sync_lossless_bound", "sync_auto", "sync_auto_fp16", "compute_bound", "ps_bound",
-    "ps_background_bound", "ps_least_bound", "ps_wire_bound", "ps_auto", "local_exposed",
+    "sync_lossless", "sync_lossless_bound", "sync_auto", "sync_auto_fp16", "sync_auto_long",
+    "sync_auto_long_bound", "compute_bound", "ps_bound", "ps_background_bound", "ps_least_bound",
+    "ps_wire_bound", "ps_auto", "local_exposed",
 )  # fmt: skip
 STEP_FIGURES = ("ranks", "cores", "network", "mode", "ratio", "block_ratio_quartiles", "folds")
 ROWS: tuple[Row, ...] = (

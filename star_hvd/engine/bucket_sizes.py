@@ -9,9 +9,9 @@ __all__ = ["limits_of", "partition"]
 _LEAST_BUCKETS = 4  # With fewer, the first gradients of a small network would wait for its last ones.
 _SMALL_BUCKETS = 16  # Where the forward pass waits for each bucket by itself, or other buckets queue behind it.
 # Lower bound for a small bucket, as long as that leaves four of them: each costs a negotiation and an optimizer step.
-# 1 MB of gradients, 4 ranks on 2 cores: a step took 194 ms with 16 buckets, 132 with 8, 95 with 4 at 200 Mbit/s
-# (Horovod 91), and 286, 300, 326 at 50 Mbit/s (Horovod 331).
-_SMALL_BYTES = 256 * 1024
+# 1 MB of gradients, 4 ranks on 2 cores, without and with overlap: 85 and 81 ms a step with 64 KiB at 200 Mbit/s, 87
+# and 78 with 128, 91 and 84 with 256 (Horovod 82); at 50 Mbit/s 328 and 280, 334 and 291, 350 and 320 (Horovod 326).
+_SMALL_BYTES = 64 * 1024
 
 
 def limits_of(size_bytes: int, most_bytes: int, *, by_bucket: bool) -> list[int]:

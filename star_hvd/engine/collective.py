@@ -10,7 +10,7 @@ import torch
 
 from star_hvd.errors import DeadlineError
 
-__all__ = ["Collective", "HorovodCollective", "wait_all"]
+__all__ = ["Collective", "HorovodCollective", "poll_for", "wait_all"]
 
 
 class Collective(Protocol):
@@ -22,6 +22,10 @@ class Collective(Protocol):
 
     def poll(self, handle: int) -> bool:
         """Whether the operation has ended. Only the handle's owner may call this."""
+        ...
+
+    def wait(self, handle: int, longest_s: float) -> bool:
+        """Wait until `poll` returns True, at most that long, and return whether it does. Holds no lock meanwhile."""
         ...
 
     def finish(self, handle: int) -> None:
@@ -41,6 +45,7 @@ class HorovodCollective:
 
         self._ops = mpi_ops  # Importing on each call would take as long as polling a handle.
         self._process_set = process_set if process_set is not None else mpi_ops.global_process_set
+        self._wait_for = getattr(mpi_ops.mpi_lib, "horovod_torch_wait_for", None)  # With patch 0014.
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
         ops = self._ops
@@ -50,17 +55,38 @@ class HorovodCollective:
         # Horovod forgets a handle when its result is collected, and raises if it is polled afterwards.
         return handle not in self._ops._handle_map or bool(self._ops.poll(handle))
 
+    def wait(self, handle: int, longest_s: float) -> bool:
+        if self._wait_for is None:
+            return poll_for(self, handle, longest_s)
+        return handle not in self._ops._handle_map or bool(self._wait_for(handle, longest_s))
+
     def finish(self, handle: int) -> None:
         self._ops.synchronize(handle)
 
 
 # Horovod's own wait spins until the end and shows 110 % CPU on waiting ranks; on a host with fewer cores than ranks
-# that slows the rank all others wait for. So we sleep between polls. Yielding the core instead would keep the
-# interpreter lock (in Python 3.11): beside two processes that use a core each, rank 0's coordinator then got so little
-# of it that a change of mode took minutes; with a core for every rank it was no faster (36.0 against 35.6 ms a step).
+# that slows the rank all others wait for. So without patch 0014 we sleep between polls. Yielding the core instead would
+# keep the interpreter lock (in Python 3.11): beside two processes that use a core each, rank 0's coordinator then got
+# so little of it that a change of mode took minutes; with a core for every rank it was no faster (36.0 against 35.6 ms
+# a step).
 _POLL_S = 0.0001
 _LONG_POLL_S = 0.0005
 _LONG_AFTER_S = 0.005
+
+# Longest wait without returning to the interpreter, which handles signals only then.
+_SLICE_S = 0.1
+_LOOK_S = 0.0005
+
+
+def poll_for(collective: Collective, handle: int, longest_s: float) -> bool:
+    """Wait as `Collective.wait` does, by polling."""
+    began_s = time.monotonic()
+    while not collective.poll(handle):
+        waited_s = time.monotonic() - began_s
+        if waited_s >= longest_s:
+            return False
+        time.sleep(min(_LONG_POLL_S if waited_s > _LONG_AFTER_S else _POLL_S, longest_s - waited_s))
+    return True
 
 
 def wait_all(
@@ -68,33 +94,28 @@ def wait_all(
     handles: Iterable[int],
     deadline_s: float,
     what: str,
-    look: Callable[[], object] | None = None,
+    look: Callable[[], bool] | None = None,
 ) -> None:
-    """Wait for operations to end, sleeping between polls.
+    """Wait for operations to end, and collect them.
 
     Args:
         collective: The collective that runs the operations.
         handles: The operations.
         deadline_s: Longest wait.
         what: Their purpose, for the error.
-        look: Called between two polls.
+        look: Called again and again while waiting, until it returns False.
 
     Raises:
         DeadlineError: They did not end within `deadline_s`.
     """
-    began_s = time.monotonic()
+    until_s = time.monotonic() + deadline_s
     for handle in handles:
-        while not collective.poll(handle):
-            if look is not None:
-                look()
-            waited_s = time.monotonic() - began_s
-            if waited_s > deadline_s:
+        while not collective.wait(handle, _SLICE_S if look is None else _LOOK_S):
+            if look is not None and not look():
+                look = None
+            if time.monotonic() > until_s:
                 raise DeadlineError(
                     f"{what} did not end within {deadline_s:g} s; some rank did not take part. "
                     "See which one in the log of rank 0, or raise Config.step_deadline_s"
                 )
-            if waited_s > _LONG_AFTER_S:
-                time.sleep(_LONG_POLL_S)
-            else:
-                time.sleep(_POLL_S)
         collective.finish(handle)

@@ -49,6 +49,8 @@ from star_hvd.locks import ordered_rlock
 
 __all__ = ["StepEngine"]
 
+_DEVICE_POLL_S = 0.0003
+
 
 class StepEngine:
     """Runs the steps of one optimizer on one rank; see the module docstring.
@@ -459,6 +461,17 @@ class StepEngine:
         """Whether the helper waits for something that sends no wake-up: a reduction or a device."""
         with self.lock:
             return self.helper_owns() or bool(self._deferred)
+
+    def await_helpers_step(self, longest_s: float) -> None:
+        """For the helper, if `must_poll`: wait for the next operation of its step, or shortly for a device."""
+        with self.lock:
+            step = self._claims.owned_by("helper")
+            handle = step.waiting[0] if step is not None and step.waiting and not self._deferred else None
+            collective = self._exchange.collective
+        if handle is None:
+            time.sleep(_DEVICE_POLL_S)
+        else:
+            collective.wait(handle, longest_s)
 
     def helper_tick(self) -> bool:
         """Do one thing that is due, without waiting. Return whether something was done."""

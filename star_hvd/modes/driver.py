@@ -296,9 +296,10 @@ class StepDriver:
             wait_all(self.engine.collective, [handle], limit_s - began_s, what, self._look_while_sampling)
             self.timeline.waited(index if index < buckets else -1, began_s)
 
-    def _look_while_sampling(self) -> None:
+    def _look_while_sampling(self) -> bool:
         self.timeline.look()
         self._own_work.look()
+        return True
 
     def step_in_mode(self, *, skip: bool) -> Any:
         """Make a whole step in the active mode; see the `Steps` classes."""

@@ -17,7 +17,7 @@ from star_hvd.errors import DeadlineError
 
 __all__ = ["Helper"]
 
-_POLL_S = 0.0003
+_SLICE_S = 0.02  # Longest wait for a reduction without looking whether to stop.
 _POLL_DROPPED_S = 0.02  # Slower: only other ranks wait for a step of an optimizer that was dropped here.
 
 
@@ -108,7 +108,10 @@ class Helper:
                         f"step {engine.next_step - 1}, closed without this rank, did not end within "
                         f"{self._step_deadline_s:g} s; see the log of rank 0 for the rank that is missing"
                     )
-                time.sleep(_POLL_DROPPED_S if self.dropped else _POLL_S)
+                if self.dropped:
+                    time.sleep(_POLL_DROPPED_S)
+                else:
+                    engine.await_helpers_step(_SLICE_S)
             except BaseException as error:  # The training thread raises it, since a helper has no caller.
                 engine.fail(error)
 

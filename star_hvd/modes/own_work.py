@@ -39,22 +39,23 @@ class OwnWork:
         fence = self._behind[flat.device] = streams.give_one(GRADIENT, flat)
         return fence
 
-    def look(self, *, wait: bool = False) -> None:
-        """Stop the clock once the devices are done, if it still runs.
+    def look(self, *, wait: bool = False) -> bool:
+        """Stop the clock once the devices are done, if it still runs. Return whether it does.
 
         Args:
             wait: Whether to wait until they are done.
         """
         if not self._reporter.timing:
-            return
+            return False
         for fence in self._behind.values():
             if wait:
                 fence.wait(self._deadline_s)
             elif not fence.done():
-                return
+                return True
         self._behind.clear()
         times, self._done_s = self._timer.stop(), time.monotonic()
         self._reporter.end_timing(times)
+        return False
 
     @property
     def since_done_s(self) -> float:

@@ -280,6 +280,7 @@ class Reduces(Protocol):
 
     def submit(self, name: str, tensor: torch.Tensor) -> int: ...
     def poll(self, handle: int) -> bool: ...
+    def wait(self, handle: int, longest_s: float) -> bool: ...
     def finish(self, handle: int) -> None: ...
 
 
@@ -310,6 +311,13 @@ class TimedCollective:
     def poll(self, handle: int) -> bool:
         """See `Collective.poll`."""
         ended = self._inner.poll(handle)
+        if ended and self._open:
+            self._note(handle)
+        return ended
+
+    def wait(self, handle: int, longest_s: float) -> bool:
+        """See `Collective.wait`."""
+        ended = self._inner.wait(handle, longest_s)
         if ended and self._open:
             self._note(handle)
         return ended

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from star_hvd import threads
-from star_hvd.engine.collective import Collective, HorovodCollective
+from star_hvd.engine.collective import Collective, HorovodCollective, poll_for
 from star_hvd.locks import ordered_condition
 from star_hvd.runtime.host_sets import HostSets
 
@@ -104,6 +104,12 @@ class HierarchicalCollective:
                 return self._ended(staged)
             handle = self._flat_handles.get(ticket)
             return handle is None or self._flat.poll(handle)
+
+    def wait(self, ticket: int, longest_s: float) -> bool:
+        """See `Collective.wait`."""
+        with self._changed:
+            handle = self._flat_handles.get(ticket)
+        return poll_for(self, ticket, longest_s) if handle is None else self._flat.wait(handle, longest_s)
 
     def finish(self, ticket: int) -> None:
         """See `Collective.finish`; a repeated call does nothing."""

@@ -8,6 +8,8 @@ waited for different buckets would wait forever.
 from __future__ import annotations
 
 import collections
+import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +22,7 @@ from star_hvd.locks import ordered_condition
 
 __all__ = ["OrderedCollective"]
 
-_POLL_S = 0.0005
+_SLICE_S = 0.1  # After which the thread looks whether it is to end.
 
 Order = tuple[tuple[str, ...], ...]
 
@@ -100,8 +102,20 @@ class OrderedCollective:
             self._pump()
             handle = self._handles.get(ticket)
             if handle is None:
-                return all(held.ticket != ticket for held in self._held.values())
+                return not self._holds(ticket)
             return self._inner.poll(handle)
+
+    def wait(self, ticket: int, longest_s: float) -> bool:
+        """See `Collective.wait`."""
+        until_s = time.monotonic() + longest_s
+        with self._changed:
+            self._pump()
+            if not self._changed.wait_for(lambda: self._failure is not None or not self._holds(ticket), longest_s):
+                return False
+            if self._failure is not None:
+                raise self._failure
+            handle = self._handles.get(ticket)
+        return handle is None or self._inner.wait(handle, max(0.0, until_s - time.monotonic()))
 
     def finish(self, ticket: int) -> None:
         """See `Collective.finish`; a repeated call does nothing."""
@@ -136,6 +150,7 @@ class OrderedCollective:
                 handle = self._handles[held.ticket] = self._inner.submit(held.name, held.tensor)
                 group.add(handle)
             self._under_way.append(group)
+            self._changed.notify_all()
             self._next += 1
             if self._next == len(self._order):
                 self._next = 0
@@ -146,6 +161,9 @@ class OrderedCollective:
         if self._wanted is not None and self._next == 0 and not self._held:
             self._order, self._wanted = self._wanted, None
             self._names = frozenset(name for group in self._order for name in group)
+
+    def _holds(self, ticket: int) -> bool:
+        return any(held.ticket == ticket for held in self._held.values())
 
     def _run(self) -> None:
         with self._streams.own():
@@ -159,4 +177,16 @@ class OrderedCollective:
                     except Exception as error:  # Raised again in the training thread, where it waits.
                         self._failure = error
                         self._held.clear()
-                    self._changed.wait(_POLL_S)
+                        self._changed.notify_all()
+                    blocked_by = self._blocked_by()
+                    if not blocked_by:
+                        self._changed.wait(_SLICE_S)
+                for handle in blocked_by:
+                    with contextlib.suppress(ValueError):  # Another thread has just collected it.
+                        self._inner.wait(handle, _SLICE_S)
+
+    def _blocked_by(self) -> tuple[int, ...]:
+        """Return the operations in flight whose end lets the next group go, empty if it waits for something else."""
+        if not self._held or len(self._under_way) < self.most_under_way:
+            return ()
+        return tuple(self._under_way[0]) if all(name in self._held for name in self._order[self._next]) else ()

@@ -34,6 +34,15 @@ def test_horovods_thread_keeps_its_thread_state() -> None:
     assert max(made) < REDUCTIONS // 2, "patch 0013 is missing in this build of Horovod"
 
 
+def test_a_wait_sleeps_until_the_operation_has_ended() -> None:
+    """With Horovod's own questions a waiting thread would wake some thousand times a second."""
+    for facts in run_job("tests.multiproc.wait_job", ranks=2).check().results:
+        assert facts["patched"], "patch 0014 is missing in this build of Horovod"
+        assert not facts["too_early"] and facts["ended"] and facts["again"], facts
+        assert facts["late"] or facts["woken"] <= 50, facts
+        assert facts["others_ran"] and facts["sum"] == 2.0, facts
+
+
 def test_credentials_reach_ranks_and_no_command_line() -> None:
     env = {"MLFLOW_TRACKING_PASSWORD": "correct-horse-7319"}
     result = run_job("tests.multiproc.credentials_job", ranks=2, env=env, fresh=True, timeout_s=200.0).check()

@@ -18,6 +18,7 @@ from scheduler.records import Plan
 from scheduler.rules.step_closing import ClosingRule
 from star_hvd.engine.applier import Applier
 from star_hvd.engine.buckets import pack
+from star_hvd.engine.collective import poll_for
 from star_hvd.engine.header import Header
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.step_engine import StepEngine
@@ -65,6 +66,9 @@ class Port:
 
     def poll(self, handle: int) -> bool:
         return handle in self._network.ended
+
+    def wait(self, handle: int, longest_s: float) -> bool:
+        return poll_for(self, handle, longest_s)
 
     def finish(self, handle: int) -> None:
         self._network.ended.remove(handle)  # KeyError: collected twice, or before it ended.

@@ -84,6 +84,20 @@ def test_the_default_cells_give_every_figure() -> None:
     assert set(LINK_FIGURES) <= found.keys(), "the row of the documents would be empty"
 
 
+def test_compression_is_judged_where_it_can_save_most_of_a_step() -> None:
+    def made(part: float, variant: str, step_s: float) -> dict[str, Any]:
+        place = {"mbytes": 10.0, "mbit": 50.0, "part": part, "mode": "sync", "compute_s": part * 2.4}
+        return {"variant": variant, "step_s": step_s, "ratio": step_s / (2.5 + part), "bound": None, **place}
+
+    short = [made(0.1, "horovod", 2.6), made(0.1, "horovod-fp16", 1.3), made(0.1, "compression-auto", 0.65)]
+    long = [made(0.8, "horovod", 3.2), made(0.8, "compression-auto", 2.0)]
+    found = figures([*short, *long])
+    assert found["sync_auto"] == pytest.approx(0.25) and found["sync_auto_fp16"] == pytest.approx(0.5)
+    assert found["sync_auto_long"] == pytest.approx(2.0 / 3.3)
+    assert found["sync_auto_long_bound"] == pytest.approx(0.8 * 2.4 / 3.2)
+    assert figures(long)["sync_auto"] == found["sync_auto_long"]
+
+
 def test_the_bound_of_a_lossless_schedule() -> None:
     assert bound_s(0.6, 0.06, 16) == 0.6  # The bytes.
     assert bound_s(0.6, 0.59, 16) == pytest.approx(0.6275)  # The first layer's gradient comes last and is needed first.

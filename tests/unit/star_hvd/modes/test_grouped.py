@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from scheduler.plan.plan import Plan
+from star_hvd.engine.collective import poll_for
 from star_hvd.engine.device import Streams
 from star_hvd.errors import DeadlineError
 from star_hvd.modes.grouped import GroupSteps
@@ -50,6 +51,9 @@ class MemoryCollective:
     def poll(self, handle: int) -> bool:
         with self._meeting.lock:
             return len(self._meeting.given[self._handles[handle][0]]) == self._meeting.size
+
+    def wait(self, handle: int, longest_s: float) -> bool:
+        return poll_for(self, handle, longest_s)
 
     def finish(self, handle: int) -> None:
         key, tensor = self._handles[handle]

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from star_hvd.engine.collective import poll_for
 from star_hvd.telemetry.step_timeline import EVERY, StepSample, StepTimeline, TimedClient, TimedCollective, exposure
 
 FIRST = 8
@@ -34,6 +35,9 @@ class Wire:
 
     def poll(self, handle: int) -> bool:
         return handle in self.ended
+
+    def wait(self, handle: int, longest_s: float) -> bool:
+        return poll_for(self, handle, longest_s)
 
     def finish(self, handle: int) -> None:
         assert handle in self.ended

@@ -1,0 +1,56 @@
+"""A rank that waits for a late one, and counts how often its thread wakes meanwhile."""
+
+from __future__ import annotations
+
+import resource
+import threading
+import time
+
+import torch
+
+import star_hvd as hvd
+from star_hvd.engine.collective import HorovodCollective
+from tests.support.launch import write_result
+
+LATE_S = 1.0
+LATE = 1  # The late rank.
+
+
+def wakes() -> int:
+    """Return how often this thread has given its core away."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def main() -> None:
+    hvd.init()
+    rank = hvd.rank()
+    collective = HorovodCollective()
+    turns = 0
+    ended = threading.Event()
+
+    def other() -> None:
+        nonlocal turns
+        while not ended.wait(0.01):
+            turns += 1
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    if rank == LATE:
+        time.sleep(LATE_S)
+    tensor = torch.ones(1)
+    handle = collective.submit("late", tensor)
+    too_early = rank != LATE and collective.wait(handle, 0.02)
+    before = wakes()
+    found = collective.wait(handle, 60.0)
+    woken = wakes() - before
+    ended.set()
+    thread.join()
+    collective.finish(handle)
+    facts = {"late": rank == LATE, "too_early": too_early, "ended": found, "woken": woken, "others_ran": turns > 0}
+    again = collective.wait(handle, 60.0)  # Of an operation that was collected.
+    write_result({**facts, "again": again, "sum": float(tensor), "patched": collective._wait_for is not None})
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
