@@ -56,6 +56,11 @@ CALLED_FROM_OUTSIDE = {
 }  # fmt: skip
 
 
+UNIT = ROOT / "tests" / "unit"
+TESTS_OF_A_PACKAGE = {"star_hvd/channel/test_capture.py", "star_hvd/channel/test_cut_control.py",
+                      "star_hvd/ps/test_cluster.py", "star_hvd/ps/test_cut_servers.py"}  # fmt: skip
+
+
 def modules() -> dict[str, Path]:
     """All modules by dotted name; packages without their `__init__`."""
     found = {}
@@ -145,6 +150,18 @@ def test_components_are_small() -> None:
     for path in MODULES.values():
         count[path.parent] += path.name != "__init__.py"
     assert {str(folder): n for folder, n in count.items() if n > MOST_FILES} == {}
+
+
+def test_unit_tests_mirror_the_packages() -> None:
+    """`X.py`, or the folder X, is tested by `test_X.py`, or `test_X_more.py`, at the same place under `tests/unit`."""
+    astray = []
+    for path in sorted(UNIT.rglob("test_*.py")):
+        folder = path.parent.relative_to(UNIT)
+        own = {folder.name, *(each.stem for each in (ROOT / folder).glob("*") if each.suffix in ("", ".py"))}
+        name = path.stem.removeprefix("test_")
+        if not any(name == each or name.startswith(f"{each}_") for each in own):
+            astray.append(path.relative_to(UNIT).as_posix())
+    assert set(astray) == TESTS_OF_A_PACKAGE
 
 
 def test_no_class_is_shared_over_files_by_inheritance() -> None:
