@@ -223,9 +223,12 @@ class LeaseQueue:
             ValueError: Not one number for each rank, or not `dealable`; nothing is changed.
         """
         if not len(planned) == len(shares or planned) == len(self._holders):
-            raise ValueError(f"{len(shares)} shares and {len(planned)} plans for {len(self._holders)} ranks")
+            raise ValueError(
+                f"deal got {len(shares)} shares and {len(planned)} plans; expected one for each of the "
+                f"{len(self._holders)} ranks"
+            )
         if not self.dealable(planned):
-            raise ValueError(f"ranks that take {list(planned)} positions before cannot be dealt rows now")
+            raise ValueError(f"ranks that take {list(planned)} positions before get no rows; ask `dealable`")
         kept = [max(0, count - each.begun) for each, count in zip(self._holders, planned, strict=True)]
         rest = [run for each, keep in zip(self._holders, kept, strict=True) for run in behind(each.held, keep)]
         pool = [run_of(span) for span in positions([*self._free, *rest])]

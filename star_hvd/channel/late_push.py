@@ -138,7 +138,10 @@ class ParentLink:
         """Return the answer to the last push, None if its connection broke."""
         while True:
             if time.monotonic() >= limit_s:
-                raise DeadlineError(f"rank {self.parent} did not accept a late gradient within {self._deadline_s:g} s")
+                raise DeadlineError(
+                    f"rank {self.parent} did not accept a late gradient within {self._deadline_s:g} s; see its log, or "
+                    "raise Config.step_deadline_s"
+                )
             frames = self._caller.wait(limit_s)
             if frames is None and self._caller.reopened():
                 return None

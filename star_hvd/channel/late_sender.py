@@ -131,7 +131,10 @@ class LateSender:
             while self._busy or self._waiting is not None:
                 self._check()
                 if not self._changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
-                    raise DeadlineError(f"the parent did not take a late gradient within {deadline_s:g} s")
+                    raise DeadlineError(
+                        f"the parent did not accept a late gradient within {deadline_s:g} s; see its log, or raise "
+                        "Config.step_deadline_s"
+                    )
             self._check()
 
     def close(self, deadline_s: float) -> Sum | None:

@@ -115,7 +115,7 @@ def unpack_snapshot(manifest: bytes, body: bytes) -> Snapshot:
     except Exception as error:  # Whatever damage makes msgpack or torch raise.
         raise ChannelError(f"a fetched manifest cannot be read: {type(error).__name__}: {error}") from error
     if type(version) is not int or version < 0:
-        raise ChannelError(f"a fetched manifest is of step {version!r}")
+        raise ChannelError(f"a fetched manifest is of step {version!r}; expected a whole number from 0")
     if read.position != len(body):
         raise ChannelError(f"a fetched body has {len(body)} bytes; its manifest describes {read.position}")
     return Snapshot(version, tensors, states)
@@ -457,7 +457,10 @@ def ask(
         until_s = min(limit_s, heard_s + patience_s)
         if time.monotonic() >= until_s:
             waited_s = time.monotonic() - began_s
-            raise DeadlineError(f"parameters of rank {source} were not complete after {waited_s:.3g} s")
+            raise DeadlineError(
+                f"parameters of rank {source} were not complete after {waited_s:.3g} s; see its log, and whether its "
+                "link is slow"
+            )
         frames = caller.wait(until_s)
         if frames is not None:
             heard_s = time.monotonic()

@@ -208,14 +208,20 @@ def _negative(message: Message) -> ChannelError:
 
 def _consumed(message: Consumed | ConsumedRequest, _: int) -> None:
     if min(message.loader, message.epoch, message.step + 1, message.number) < 0:
-        raise ChannelError(f"samples of epoch {message.epoch} consumed up to step {message.step}")
+        raise ChannelError(
+            f"samples of epoch {message.epoch} consumed up to step {message.step}, loader {message.loader}, request "
+            f"{message.number}; expected a step from -1 and the others from 0"
+        )
 
 
 def _share_ready(message: ShareReady, _: int) -> None:
     least = min(message.loader, message.number, message.epoch, message.step - EPOCH_START, message.batches - 1)
     planned = message.ahead
     if min(least, message.taken, message.most, *planned) < 0 or not planned or len(planned) % 2 or planned[0]:
-        raise ChannelError(f"a rank would change its batches at step {message.step} of epoch {message.epoch}")
+        raise ChannelError(
+            f"a rank would change its batches at step {message.step} of epoch {message.epoch}, {message.batches} a "
+            f"step; expected a step from {EPOCH_START}, at least 1, and in `ahead` pairs of numbers, the first at 0"
+        )
 
 
 def _memory_limit(message: MemoryLimit, _: int) -> None:

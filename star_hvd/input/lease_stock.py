@@ -342,13 +342,14 @@ class LeaseStock:
             if undecided and waited_s > deadline_s:
                 raise DeadlineError(
                     f"rank {self._rank} waited {waited_s:.1f} s for the coordinator on rank 0 to say from which step "
-                    "on the batch shares change"
+                    "on the batch shares change; see its log for a rank that has not answered"
                 )
             heard = longest_s is not None and silent_s() < 0.5 * deadline_s
             if waited_s > (longest_s if heard and longest_s is not None else deadline_s):
                 raise DeadlineError(
                     f"rank {self._rank} waited {waited_s:.0f} s for samples after it had used up all that was leased "
-                    f"to it; the coordinator on rank 0 was last heard {silent_s():.1f} s ago"
+                    f"to it; the coordinator on rank 0 was last heard {silent_s():.1f} s ago; see its log for a rank "
+                    "that is missing"
                 )
 
     def form(self) -> Batch | None:

@@ -194,7 +194,7 @@ class CoordinatorClient:
         if waited_s > (self._config.step_deadline_s if heard else self._config.control_deadline_s):
             raise DeadlineError(
                 f"rank {self._rank} waited {waited_s:.0f} s for {what}; the coordinator on rank 0 was last heard "
-                f"{silent_s:.1f} s ago"
+                f"{silent_s:.1f} s ago; see its log for a rank that is missing"
             )
 
     def open_work(self, total: int, chunk: int) -> LeaseStock:
@@ -238,7 +238,7 @@ class CoordinatorClient:
                 return flat(spans(runs_of(answer.runs)))
         raise DeadlineError(
             f"rank {self._rank} waited {self._config.control_deadline_s:g} s to hear which samples all ranks have "
-            "consumed; a rank is frozen or lost"
+            "consumed; a rank is frozen or lost: see the log of rank 0 for which one"
         )
 
     def begin_batch(self, stock: LeaseStock) -> tuple[int, int] | None:
@@ -337,7 +337,8 @@ class CoordinatorClient:
                 if time.monotonic() > limit_s:
                     raise DeadlineError(
                         f"rank {self._rank} waited {deadline_s:g} s for {what}; the coordinator on rank 0 "
-                        f"was last heard {time.monotonic() - self._agent.last_heard_s:.1f} s ago"
+                        f"was last heard {time.monotonic() - self._agent.last_heard_s:.1f} s ago; see its log for a "
+                        "rank that is missing"
                     ) from None
                 if asked is not None and time.monotonic() > again_s:
                     self._agent.send(asked)

@@ -99,7 +99,8 @@ class Meetings:
                     self._drivers[position.optimizer].engine.note_manual(position.manual_step)
             if time.monotonic() > limit_s:
                 raise DeadlineError(
-                    f"ranks did not get to one step within {deadline_s:g} s at {reason}: {unsettled_text(found)}"
+                    f"ranks did not get to one step within {deadline_s:g} s at {reason}: {unsettled_text(found)}; see "
+                    "the logs of those behind, or raise Config.step_deadline_s"
                 )
             if asked:
                 time.sleep(_POLL_S)  # Wait for something in flight: the end of a step, or the message about it.

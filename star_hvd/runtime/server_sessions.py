@@ -209,7 +209,10 @@ class ServerSessions:
             sent, endpoint = endpoint, self._process.ensure(limit_s)
             if endpoint == sent:  # Else a newer address may have been sent before this one.
                 return
-        raise DeadlineError(f"the server of rank {self._rank} died {_MOVES} times while {plan.label} was prepared")
+        raise DeadlineError(
+            f"the server of rank {self._rank} died {_MOVES} times while {plan.label} was prepared; see the log of this "
+            "rank for its exit codes"
+        )
 
     def _await_endpoints(self, client: Client, optimizer_id: int, plan: Plan) -> None:
         """Wait until it is known where all servers are; the client is closed where that is in vain."""
@@ -223,7 +226,10 @@ class ServerSessions:
             if key in self._found and not given_up():
                 return
         client.close()
-        raise DeadlineError(f"the servers of {plan.label} on ranks {list(plan.servers)} were not up in time")
+        raise DeadlineError(
+            f"the servers of {plan.label} on ranks {list(plan.servers)} were not up within {limit_s:g} s, or the plan "
+            "was abandoned before; see the logs of these ranks"
+        )
 
     # ---- orders, in the agent's thread ------------------------------------------------------------------------------
 

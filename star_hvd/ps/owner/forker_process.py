@@ -143,7 +143,9 @@ class ForkerProcess:
             self.stop()  # The forker hangs or was killed: start a new one.
             if not was_warm:
                 break
-        raise DeadlineError(f"no parameter server was started within {deadline_s:g} s")
+        raise DeadlineError(
+            f"no parameter server was started within {deadline_s:g} s; this host may lack processor time or memory"
+        )
 
     def _start(self) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -156,7 +156,10 @@ class ServerProcess:
             if self._failure is not None:
                 raise self._failure
             if self._wanted_s is not None or self.endpoint is None:
-                raise DeadlineError(f"the parameter server of rank {self._rank} was not started in {deadline_s:g} s")
+                raise DeadlineError(
+                    f"the parameter server of rank {self._rank} was not started within {deadline_s:g} s; its host may "
+                    "lack processor time or memory"
+                )
             return self.endpoint
 
     def stop(self, deadline_s: float = 5.0) -> None:

@@ -234,7 +234,9 @@ class Client:
             line.check()
             if not line.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
                 missing = line.push.exchange.describe() if line.push is not None else "nothing is missing"
-                raise DeadlineError(f"rank {self.rank} waited {deadline_s:g} s for parameters; {missing}")
+                raise DeadlineError(
+                    f"rank {self.rank} waited {deadline_s:g} s for parameters; {missing} (is a server dead?)"
+                )
 
     def wake(self) -> None:
         """Interrupt the current or the next `wait`."""
@@ -282,7 +284,8 @@ class Client:
                     line.check()
                     if not line.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
                         raise DeadlineError(
-                            f"rank {self.rank} waited {deadline_s:g} s for parameters; {exchange.describe()}"
+                            f"rank {self.rank} waited {deadline_s:g} s for parameters; {exchange.describe()} "
+                            "(is a server dead?)"
                         )
             finally:
                 line.do("end of read", exchange)

@@ -630,7 +630,7 @@ def test_no_rows_are_dealt_while_a_rank_gives_positions_back() -> None:
     assert answered(queue, 1, 0, 0.0, idle=True) == [(10, 20)]
     assert answered(queue, 1, 10, 0.1, idle=True) is Answer.WAIT
     assert list(queue.recalls(0.1)) == [(0, 0)] and not queue.dealable((0, 10))
-    with pytest.raises(ValueError, match="cannot be dealt"):
+    with pytest.raises(ValueError, match="get no rows"):
         queue.deal((5, 5), (0, 10))
     queue.give_back(0, 0, 0.2)
     assert queue.dealable((0, 10)) and not queue.dealable((0, 9))
