@@ -14,7 +14,7 @@ from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.switch import Presence, ServerRestarted, Servers, ServerUp
 from star_hvd.config import Config
 from star_hvd.engine.records import Snapshot
-from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.errors import ChannelError
 from star_hvd.ps.common.auth import Endpoint
 from star_hvd.ps.owner.server_process import ServerProcess, _Opened
 from star_hvd.ps.server.server import Server
@@ -42,24 +42,95 @@ class Connection:
         self.closed = True
 
 
+class Owner:
+    """Stands for the owner of this rank's server, which is at port 1."""
+
+    def __init__(self, rank: int, key: Any, host: str, *, on_event: Callable[[dict[str, Any]], None]) -> None:
+        self.on_event = on_event
+        self.endpoint: Endpoint | None = None
+        self.pid: int | None = None
+        self.closed: list[int] = []
+        self.orders: list[tuple[Any, ...]] = []
+
+    def ensure(self, deadline_s: float) -> Endpoint:
+        return Endpoint("h", 1)
+
+    recover = ensure
+
+    def open(self, optimizer_id: int, number: int, index: int, endpoints: list[Endpoint], *rest: Any) -> None:
+        self.orders.append(("open", [each.port for each in endpoints]))
+
+    def seed(self, optimizer_id: int, number: int, snapshot: Snapshot) -> None:
+        self.orders.append(("seed",))
+
+    def member(self, optimizer_id: int, rank: int, what: str) -> None:
+        self.orders.append(("member", rank, what))
+
+    def replace(self, optimizer_id: int, number: int, index: int, endpoint: Endpoint) -> None:
+        self.orders.append(("replace", index, endpoint.port))
+
+    def close(self, optimizer_id: int, number: int) -> None:
+        self.closed.append(number)
+
+    def die(self) -> None:
+        """Report the server's death, and wait until the thread that it starts has ended."""
+        self.on_event({"event": "died", "returncode": -9})
+        for thread in threading.enumerate():
+            if thread.name == "star-ps-recover":
+                thread.join(60.0)
+                assert not thread.is_alive()
+
+
+class Drivers(dict[int, Any]):
+    """The drivers by number; what is in `closing` happens while somebody goes through them."""
+
+    closing: Callable[[], None] | None = None
+
+    def items(self) -> Any:
+        found = list(super().items())
+        if self.closing is not None:
+            self.closing()
+        return found
+
+
 class Made:
-    """Sessions whose plans are prepared without any server."""
+    """Sessions of rank 2 whose plans are prepared without any server."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "Client", Connection)
+        monkeypatch.setattr(module, "ServerProcess", Owner)
         monkeypatch.setattr(module, "Layout", SimpleNamespace(build=lambda *unused, **also: None))
         monkeypatch.setattr(module, "OptimizerSpec", SimpleNamespace(of=lambda *unused: None))
         applier = SimpleNamespace(buckets=[], optimizer=SimpleNamespace(param_groups=[]), base=None, hyper=None)
         self.engine = SimpleNamespace(plan=Plan.sync(4), applier=applier)
-        drivers: Any = {0: SimpleNamespace(engine=self.engine)}
+        self.drivers = Drivers({0: SimpleNamespace(engine=self.engine)})
+        self.sent: list[Any] = []
         key: Any = None
-        self.sessions = ServerSessions(2, Config(), key, "h", lambda *unused, **also: None, drivers)
-        monkeypatch.setattr(self.sessions, "_await_endpoints", lambda client, engine, plan: None)
-        self.shards: list[int] = []
-        monkeypatch.setattr(self.sessions.server, "close", lambda engine, number: self.shards.append(number))
+        self.sessions = ServerSessions(2, Config(), key, "h", self.sent.append, self.drivers)
+        owner: Any = self.sessions.server
+        self.owner: Owner = owner
+        self.shards = self.owner.closed
+
+    def tell(self, plan: Plan) -> None:
+        """The coordinator tells where the servers of a plan are, unless the test has told it."""
+        if plan.plan_id not in self.sessions.known_plans(0):
+            self.sessions.on_message(Servers(0, plan.plan_id, ["h", "1", ""] * len(plan.servers)))
 
     def prepare(self, plan: Plan) -> None:
+        self.tell(plan)
         assert self.sessions.prepare(0, plan) is None
+
+    def seed(self, plan: Plan) -> None:
+        self.sessions.seed(0, plan, Snapshot(0, [], []))
+
+    def absent(self) -> list[int]:
+        """The ranks of which a session that begins now hears that they are absent."""
+        plan = Plan.ps(4, 3, servers=(2, 0)).replace(plan_id=50)
+        self.enter(Plan.sync(4).replace(plan_id=49))
+        self.enter(plan)
+        self.owner.orders.clear()
+        self.seed(plan)
+        return [order[1] for order in self.owner.orders if order[0] == "member"]
 
     def enter(self, plan: Plan) -> Any:
         """Prepare a plan and bring it into force."""
@@ -162,20 +233,14 @@ def test_which_session_serves_a_plan_is_read_and_written_under_the_lock(made: Ma
     assert serves.uses >= 6
 
 
-def test_servers_are_told_who_was_absent_before_they_were_there(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[tuple[str, Any]] = []
-    process = made.sessions.server
-    for name in ("open", "seed", "member"):
-        monkeypatch.setattr(process, name, lambda *given, name=name: said.append((name, given)))
-    monkeypatch.setattr(made.sessions, "_announce", lambda engine, plan: None)
+def test_servers_are_told_who_was_absent_before_they_were_there(made: Made) -> None:
     made.sessions.on_message(Presence(1, False))
     made.sessions.on_message(Presence(3, False))
     made.sessions.on_message(Presence(3, True))
     plan = Plan.ps(4, 3, servers=(2, 0)).replace(plan_id=1)
     made.enter(plan)
-    made.sessions.seed(0, plan, Snapshot(0, [], []))
-    assert [name for name, _ in said] == ["open", "member", "seed"]
-    assert said[1][1] == (0, 1, "absent")
+    made.seed(plan)
+    assert made.owner.orders == [("open", [1, 1]), ("member", 1, "absent"), ("seed",)]
 
 
 def test_a_server_that_is_not_open_yet_is_told_of_presence_later() -> None:
@@ -211,19 +276,16 @@ def test_a_moved_server_is_told_of_in_its_own_session_only() -> None:
 
 def test_a_restart_while_a_plan_is_prepared_is_heard_of(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the connection is made it leads to the new process at once; after that it is made anew."""
-    tidy = made.sessions._tidy
 
     def restart(port: int) -> None:
-        made.sessions.on_message(ServerRestarted(0, 1, 0, ["h", str(port), ""]))
+        made.sessions.on_message(ServerRestarted(0, 3, 0, ["h", str(port), ""]))
 
-    def tidy_slowly(optimizer_id: int, active: Plan) -> None:
-        tidy(optimizer_id, active)
-        restart(3)
-
-    monkeypatch.setattr(made.sessions, "_tidy", tidy_slowly)
-    made.sessions.on_message(Servers(0, 1, ["h", "1", ""]))
+    made.prepare(ps(1))  # Abandoned: closed when the next plan is prepared, once it is known where its servers are.
+    made.enter(Plan.sync(4).replace(plan_id=2))
+    monkeypatch.setattr(made.owner, "close", lambda engine, number: restart(3))
+    made.sessions.on_message(Servers(0, 3, ["h", "1", ""]))
     restart(2)
-    client = made.enter(ps(1))
+    client = made.enter(ps(3))
     assert client.reached == [Endpoint("h", 3)] and not client.replaced
     restart(4)
     assert client.replaced == [(0, Endpoint("h", 4))]
@@ -232,9 +294,11 @@ def test_a_restart_while_a_plan_is_prepared_is_heard_of(made: Made, monkeypatch:
 def test_an_optimizer_that_is_closed_while_its_plan_is_prepared_leaves_nothing_behind(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(made.sessions, "_tidy", lambda optimizer_id, active: made.sessions.forget(optimizer_id))
-    made.sessions.on_message(Servers(0, 1, ["h", "1", ""]))
-    assert made.sessions.prepare(0, ps(1)) == "optimizer 0 has ended"
+    made.prepare(ps(1))
+    made.enter(Plan.sync(4).replace(plan_id=2))
+    monkeypatch.setattr(made.owner, "close", lambda engine, number: made.sessions.forget(0))
+    made.tell(ps(3))
+    assert made.sessions.prepare(0, ps(3)) == "optimizer 0 has ended"
     assert made.numbers() == [] and made.sessions.known_plans(0) == set()
 
 
@@ -242,30 +306,38 @@ def test_a_server_that_dies_while_a_plan_is_prepared_is_told_of_again(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the word that it is up and the connections to it no session hears of a restart."""
-    sent: list[Any] = []
-    monkeypatch.setattr(made.sessions, "_send", sent.append)
     places = iter([Endpoint("h", 1), Endpoint("h", 2), Endpoint("h", 2)])
-    monkeypatch.setattr(made.sessions.server, "ensure", lambda deadline_s: next(places))
-    monkeypatch.setattr(made.sessions.server, "recover", lambda deadline_s: Endpoint("h", 3))
     plan = Plan.ps(4, 3, servers=(0, 2)).replace(plan_id=1)
-    made.sessions._announce(0, plan)
-    assert [message.address for message in sent] == [["h", "1", ""], ["h", "2", ""]], "it moved meanwhile"
-    restless = iter(range(10, 20))
-    with monkeypatch.context() as patch, pytest.raises(DeadlineError, match="died 3 times"):
-        patch.setattr(made.sessions.server, "ensure", lambda deadline_s: Endpoint("h", next(restless)))
-        made.sessions._announce(0, plan)
-    made.sessions._recover()
-    assert sent[-1] == ServerUp(0, 1, 1, ["h", "3", ""])
-    made.sessions.on_message(Servers(0, 1, ["g", "1", "", "h", "2", ""]))
-    monkeypatch.setattr(made.sessions, "_announce", lambda engine, plan: None)
+
+    def hear(message: Any) -> None:
+        """Once the second address is sent, the server dies again; then the coordinator tells all addresses."""
+        made.sent.append(message)
+        if message == ServerUp(0, 1, 1, ["h", "2", ""]):
+            made.owner.die()
+            made.sessions.on_message(Servers(0, 1, ["g", "1", "", "h", "2", ""]))
+
+    made.sessions = ServerSessions(2, Config(), None, "h", hear, made.drivers)  # type: ignore[arg-type]
+    made.owner = made.sessions.server  # type: ignore[assignment]
+    monkeypatch.setattr(made.owner, "ensure", lambda deadline_s: next(places))
+    monkeypatch.setattr(made.owner, "recover", lambda deadline_s: Endpoint("h", 3))
     client = made.enter(plan)
-    moved: list[Any] = []
-    monkeypatch.setattr(made.sessions.server, "replace", lambda *given: moved.append(given))
+    assert [message.address[1] for message in made.sent] == ["1", "2", "3"], "it moved meanwhile, and died"
+    assert made.sent[-1] == ServerUp(0, 1, 1, ["h", "3", ""])
     made.sessions.on_message(Servers(0, 1, ["g", "5", "", "h", "3", ""]))  # Said again.
     assert client.replaced == [(0, Endpoint("g", 5)), (1, Endpoint("h", 3))]
-    assert moved == [(0, 1, 0, Endpoint("g", 5))], "this rank's server connects to the other one anew"
-    made.sessions._recover()
-    assert isinstance(sent[-1], ServerRestarted)
+    assert made.owner.orders == [("replace", 0, 5)], "this rank's server connects to the other one anew"
+    made.owner.die()
+    assert isinstance(made.sent[-1], ServerRestarted)
+
+
+def test_a_plan_whose_server_dies_again_and_again_is_given_up(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    restless = iter(range(10, 20))
+    monkeypatch.setattr(made.owner, "ensure", lambda deadline_s: Endpoint("h", next(restless)))
+    plan = Plan.ps(4, 3, servers=(0, 2)).replace(plan_id=1)
+    assert "died 3 times" in str(made.sessions.prepare(0, plan))
+    made.sent.clear()
+    made.owner.die()
+    assert made.sent == [], "nobody waits for its address any more"
 
 
 def meanwhile(*works: Callable[[], Any]) -> list[threading.Thread]:
@@ -289,10 +361,10 @@ def test_a_connection_is_not_started_after_it_was_closed(made: Made, monkeypatch
     monkeypatch.setattr(Connection, "reach", lambda self, endpoints: closing.extend(meanwhile(close)))
     monkeypatch.setattr(Connection, "start", lambda self: started.append(self.closed))
     made.prepare(ps(1))
-    client = made.sessions._sessions[0][0].client if how == "stop" else None
+    client: Any = made.sessions.client(0, ps(1)) if how == "stop" else None
     closing[0].join(60.0)
     assert started == [False] and not closing[0].is_alive()
-    assert client is None or client.closed  # type: ignore[attr-defined]
+    assert client is None or client.closed
 
 
 def test_no_connection_is_made_after_the_end(made: Made) -> None:
@@ -302,8 +374,8 @@ def test_no_connection_is_made_after_the_end(made: Made) -> None:
 
 def test_a_shard_is_opened_with_an_address_or_told_of_a_newer_one(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else it would connect to the dead process of the first server for ever."""
-    said: list[tuple[str, Any]] = []
     telling: list[threading.Thread] = []
+    opened = made.owner.open
 
     def moved() -> None:
         made.sessions.on_message(ServerRestarted(0, 1, 0, ["h", "9", ""]))
@@ -311,19 +383,15 @@ def test_a_shard_is_opened_with_an_address_or_told_of_a_newer_one(made: Made, mo
     def open_slowly(engine: int, number: int, index: int, endpoints: list[Endpoint], *rest: Any) -> None:
         taken = list(endpoints)
         telling.extend(meanwhile(moved))
-        said.append(("open", taken[0].port))
+        opened(engine, number, index, taken, *rest)
 
-    monkeypatch.setattr(made.sessions, "_announce", lambda engine, plan: None)
-    process = made.sessions._process
-    monkeypatch.setattr(process, "open", open_slowly)
-    monkeypatch.setattr(process, "seed", lambda *given: None)
-    monkeypatch.setattr(process, "replace", lambda *given: said.append(("replace", given[-1].port)))
+    monkeypatch.setattr(made.owner, "open", open_slowly)
     made.sessions.on_message(Servers(0, 1, ["h", "1", "", "g", "2", ""]))
     plan = Plan.ps(4, 3, servers=(0, 2)).replace(plan_id=1)
     made.enter(plan)
-    made.sessions.seed(0, plan, Snapshot(0, [], []))
+    made.seed(plan)
     telling[0].join(60.0)
-    assert said == [("open", 1), ("replace", 9)]
+    assert [order for order in made.owner.orders if order != ("seed",)] == [("open", [1, 2]), ("replace", 0, 9)]
 
 
 def test_the_last_word_on_a_rank_s_presence_is_the_last_that_servers_hear(
@@ -341,47 +409,38 @@ def test_the_last_word_on_a_rank_s_presence_is_the_last_that_servers_hear(
             telling.extend(meanwhile(heard(what == "absent")))
         said.append(what)
 
-    monkeypatch.setattr(made.sessions, "_announce", lambda engine, plan: None)
-    process = made.sessions._process
-    monkeypatch.setattr(process, "open", lambda *given: None)
-    monkeypatch.setattr(process, "seed", lambda *given: None)
-    monkeypatch.setattr(process, "member", member)
     made.sessions.on_message(Presence(1, False))
     plan = Plan.ps(4, 3, servers=(2, 0)).replace(plan_id=1)
     made.enter(plan)
-    made.sessions.seed(0, plan, Snapshot(0, [], []))
-    for each in telling:
-        each.join(60.0)
-    assert (said[-1] == "absent") == (1 in made.sessions._absent)
+    with monkeypatch.context() as patch:
+        patch.setattr(made.owner, "member", member)
+        made.seed(plan)
+        for each in telling:
+            each.join(60.0)
+    assert (said[-1] == "absent") == (made.absent() == [1])
 
 
 def test_an_optimizer_that_is_closed_meanwhile_keeps_no_word_from_the_others(made: Made) -> None:
-    class Closing(dict[int, Any]):
-        def items(self) -> Any:
-            found = list(super().items())
-            self.clear()
-            return found
-
     made.enter(ps(1))
-    made.sessions._drivers = Closing(made.sessions._drivers)
+    gone = dict(made.drivers)
+    made.drivers.closing = made.drivers.clear
     made.sessions.on_message(Presence(1, False))
-    assert made.sessions._absent == {1}
+    made.drivers.closing = None
+    made.drivers.update(gone)
+    assert made.absent() == [1]
 
 
 def test_the_newest_address_of_a_server_that_dies_twice_is_told_last(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each death has a thread of its own; the first may tell of its process after the second has told of the next."""
-    sent: list[Any] = []
-    monkeypatch.setattr(made.sessions, "_announce", lambda engine, plan: None)
     made.enter(Plan.ps(4, 3, servers=(2,)).replace(plan_id=1))
-    process = made.sessions._process
+    made.sent.clear()
 
     def recover(deadline_s: float) -> Endpoint:
-        process.endpoint = Endpoint("h", 4)  # By the time this returns, the process at port 3 has died too.
+        made.owner.endpoint = Endpoint("h", 4)  # By the time this returns, the process at port 3 has died too.
         return Endpoint("h", 3)
 
-    monkeypatch.setattr(made.sessions, "_send", sent.append)
-    monkeypatch.setattr(process, "recover", recover)
-    made.sessions._recover()
-    assert [message.address[1] for message in sent] == ["3", "4"]
+    monkeypatch.setattr(made.owner, "recover", recover)
+    made.owner.die()
+    assert [message.address[1] for message in made.sent] == ["3", "4"]
