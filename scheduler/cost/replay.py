@@ -279,14 +279,7 @@ def _partials(
             place[join] += n
             batch_step[join] = step
             behind ^= join
-        arrive_s = np.where(behind, math.inf, finish_s)
-        quorum_s = np.take_along_axis(np.partition(arrive_s, places, axis=1), first, axis=1)
-        short = np.isinf(quorum_s)
-        if short.any():
-            newest_s = np.where(behind, -math.inf, finish_s).max(axis=1, keepdims=True)
-            quorum_s = np.maximum(np.where(short, newest_s, quorum_s), now_s)
-        awaited_s = np.where((arrive_s > quorum_s + grace_s) | slow, -math.inf, arrive_s)
-        close_s = np.maximum(quorum_s, awaited_s.max(axis=1, keepdims=True))
+        close_s = _close_s(finish_s, behind, now_s, places, first, slow, grace_s)
         ended = finish_s <= close_s
         fresh = ended & ~behind
         taken[:, 0] += fresh.sum(axis=1)
@@ -302,6 +295,36 @@ def _partials(
         place += n * ended
         batch_step[fresh] = step + 1
     return [(float(now_s[case, 0]), taken[case].tolist()) for case in cases.tolist()]
+
+
+def _close_s(
+    finish_s: Array,
+    behind: npt.NDArray[np.bool_],
+    now_s: Array,
+    places: list[int],
+    first: npt.NDArray[np.int64],
+    slow: npt.NDArray[np.bool_],
+    grace_s: float,
+) -> Array:
+    """When a step closes: at its quorum, or within the grace with a rank that is not known to be slow.
+
+    Args:
+        finish_s: When every rank ends its batch, shape (n_cases, n_ranks).
+        behind: Whose batch is of an earlier step, same shape.
+        now_s: When the step before ended, shape (n_cases, 1).
+        places: All values of `first`, ascending.
+        first: Place of the quorum's last rank among the arrivals, shape (n_cases, 1).
+        slow: The ranks that are slow all the time.
+        grace_s: Longest wait after the quorum.
+    """
+    arrive_s = np.where(behind, math.inf, finish_s)
+    quorum_s = np.take_along_axis(np.partition(arrive_s, places, axis=1), first, axis=1)
+    short = np.isinf(quorum_s)
+    if short.any():
+        newest_s = np.where(behind, -math.inf, finish_s).max(axis=1, keepdims=True)
+        quorum_s = np.maximum(np.where(short, newest_s, quorum_s), now_s)
+    awaited_s = np.where((arrive_s > quorum_s + grace_s) | slow, -math.inf, arrive_s)
+    return np.asarray(np.maximum(quorum_s, awaited_s.max(axis=1, keepdims=True)))
 
 
 def _mean_flow(steps: int, scale: float, found: tuple[float, list[int]]) -> Flow:

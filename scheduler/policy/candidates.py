@@ -153,22 +153,10 @@ def candidates(
     offered = [active if active is not None and active.plain else Plan.sync(n)]
     if n > 1:
         stragglers = summarize_stragglers(conditions, least_share) if stragglers is None else stragglers
-        most = most_left_out(n, least_share)
         offered += [active] if active is not None else []
         offered += [Plan.partial(n, n - out) for out in stragglers.at_once if out < n]
         if stragglers:
-            offered += _balanced(conditions, stragglers)
-            offered += [Plan.sync(n, steal=True)] if conditions.microbatches else []
-            offered += _subgroups(conditions, stragglers, most)
-            offered += _grouped(conditions)
-            # Where ranks already wait for a processor, a server would take CPU time from them.
-            served = not conditions.crowded or stragglers.frozen
-            if served and (n <= _MANY or stragglers.links or stragglers.frozen):
-                offered += _servers(conditions, stragglers, hosts, most, active)
-            offered += [Plan.local(n, steps=4), Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
-            if n <= _MANY:
-                # The grace waits for ranks not known to be slow: a quorum of half the ranks costs at most noise.
-                offered += [Plan.partial(n, max(1, n // 2)), Plan.local(n, steps=16)]
+            offered += _against(stragglers, conditions, active, hosts, most_left_out(n, least_share))
             offered = _with_transmission(offered, conditions, active)
     carried = {"max_staleness": active.max_staleness} if active is not None else {}
     if active is not None and active.mode in ("sync", "partial", "subgroup"):
@@ -184,6 +172,30 @@ def candidates(
             plan = plan.replace(**carried) if differs else plan
         found.setdefault(_key(plan), plan)
     return list(found.values()) or [Plan.sync(n).replace(**carried)]
+
+
+def _against(
+    stragglers: StragglerSummary,
+    conditions: Conditions,
+    active: Plan | None,
+    hosts: Sequence[str] | None,
+    most: int,
+) -> list[Plan]:
+    """Plans that may help against these stragglers; `most` ranks may be left out."""
+    n = conditions.world_size
+    offered = _balanced(conditions, stragglers)
+    offered += [Plan.sync(n, steal=True)] if conditions.microbatches else []
+    offered += _subgroups(conditions, stragglers, most)
+    offered += _grouped(conditions)
+    # Where ranks already wait for a processor, a server would take CPU time from them.
+    served = not conditions.crowded or stragglers.frozen
+    if served and (n <= _MANY or stragglers.links or stragglers.frozen):
+        offered += _servers(conditions, stragglers, hosts, most, active)
+    offered += [Plan.local(n, steps=4), Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
+    if n <= _MANY:
+        # The grace waits for ranks not known to be slow: a quorum of half the ranks costs at most noise.
+        offered += [Plan.partial(n, max(1, n // 2)), Plan.local(n, steps=16)]
+    return offered
 
 
 def _with_transmission(offered: list[Plan], conditions: Conditions, active: Plan | None) -> list[Plan]:

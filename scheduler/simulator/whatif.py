@@ -169,7 +169,6 @@ def what_if(
     modes = modes or (*_MODES, *(_BEHIND_COMPUTE if basis.comm_bytes else ()))
     totals = _replay(basis, comm_s, _plans(times, modes, known.plans), known)
     median = np.sort(times, axis=1)[:, (n - 1) // 2]
-    costs = {label: (found / totals.sync_s).tolist() for label, found in totals.relative.items()}
     return WhatIf(
         steps=round(float(known.updates.sum())),
         sync_steps=float(totals.worth.sum()),
@@ -178,13 +177,19 @@ def what_if(
         replayed_s=totals.replayed_s if in_force else math.nan,
         slowdown=totals.sync_s / float((totals.worth * (median + comm_s)).sum()),
         ranks=tuple(_gain(times, rank_, comm_s, totals) for rank_ in range(n)),
-        modes=tuple(
-            ModeCost(
-                label=label, relative=mean, low=low, high=high, time_s=mean * totals.sync_s,
-                share=in_force.share(label) if in_force else math.nan,
-            )
-            for label, (mean, low, high) in sorted(costs.items(), key=lambda item: (item[1][0], item[0] != "sync"))
-        ),
+        modes=_mode_costs(totals, in_force),
+    )
+
+
+def _mode_costs(totals: _Totals, in_force: InForce | None) -> tuple[ModeCost, ...]:
+    """All modes, the fastest first, `sync` first among equals."""
+    costs = {label: (found / totals.sync_s).tolist() for label, found in totals.relative.items()}
+    return tuple(
+        ModeCost(
+            label=label, relative=mean, low=low, high=high, time_s=mean * totals.sync_s,
+            share=in_force.share(label) if in_force else math.nan,
+        )
+        for label, (mean, low, high) in sorted(costs.items(), key=lambda item: (item[1][0], item[0] != "sync"))
     )
 
 
