@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -13,19 +12,14 @@ from scheduler.records import Window
 __all__ = ["outlook"]
 
 
-def outlook(window: Window, quantiles: Sequence[float] = (0.1, 0.5, 0.9), threshold: float = 1.2) -> Forecast | None:
+def outlook(window: Window) -> Forecast | None:
     """Forecast the next step from a window's reports; takes some tens of milliseconds for eight ranks.
 
     Args:
         window: Recent reports. If a rank has no report of a step (it was late), its time there is unknown.
-        quantiles: Ascending, between 0 and 1.
-        threshold: Multiple of the step's lower median above which a rank is slow.
 
     Returns:
         The forecast, None if no rank has reported anything.
-
-    Raises:
-        ValueError: A quantile or the threshold is out of range.
     """
     table = window.table
     width = table.compute_s.shape[1]
@@ -37,4 +31,4 @@ def outlook(window: Window, quantiles: Sequence[float] = (0.1, 0.5, 0.9), thresh
         count = here.sum(axis=1)
         sums_s = np.where(here, table.compute_s, 0.0).sum(axis=1)
         forecaster.update(np.where(count > 0, sums_s / np.maximum(count, 1), math.nan))
-    return forecaster.forecast(quantiles, threshold) if forecaster.iterations else None
+    return forecaster.forecast() if forecaster.iterations else None

@@ -130,7 +130,7 @@ def fixed_plans(scenario: Scenario) -> dict[str, Plan]:
     return {name: plan for name, plan in plans.items() if plan.mode in scenario.allowed}
 
 
-def regrets(scenario: Scenario, policies: Mapping[str, Factory], *, every_steps: int = 4) -> Regrets:
+def regrets(scenario: Scenario, policies: Mapping[str, Factory]) -> Regrets:
     """Simulate all fixed modes and all policies in one scenario."""
     plans = fixed_plans(scenario)
     n = scenario.world_size
@@ -143,7 +143,7 @@ def regrets(scenario: Scenario, policies: Mapping[str, Factory], *, every_steps:
     best_s = costs[best]
     switches: dict[str, int] = {}
     for name, make in policies.items():
-        job = Job(scenario, policy=make(n, hosts(n)), every_steps=every_steps)
+        job = Job(scenario, policy=make(n, hosts(n)))
         outcome = job.run(limit_s=max(_WORST * best_s, 2.0 * sync.time_s))
         costs[name] = _cost_s(outcome, sync.time_s)
         switches[name] = len(outcome.switches)

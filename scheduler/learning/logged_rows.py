@@ -172,10 +172,10 @@ def _reports(path: Path) -> list[tuple[int, float, bool]]:
     return sorted(found)
 
 
-def windows(run: LoggedRun, most: int = _MOMENTS) -> list[Window]:
+def windows(run: LoggedRun) -> list[Window]:
     """Windows of the coordinator at some moments of the run, evenly spaced over its steps."""
     last = min(own[-1][0] for own in run.reports.values())
-    steps = [round(_FIRST_STEP + (last - _FIRST_STEP) * (i + 1) / most) for i in range(most)]
+    steps = [round(_FIRST_STEP + (last - _FIRST_STEP) * (i + 1) / _MOMENTS) for i in range(_MOMENTS)]
     sizes = run.facts.get("optimizer") or {}
     found = []
     for step in dict.fromkeys(max(_FIRST_STEP, one) for one in steps):

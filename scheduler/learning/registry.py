@@ -92,7 +92,6 @@ class Registry:
         *,
         sample: Any,
         figures: Sequence[Path] = (),
-        experiment: str = EXPERIMENT,
     ) -> Version:
         """Log a training and register its model as challenger.
 
@@ -101,7 +100,6 @@ class Registry:
             about: Contents of its `model.json`.
             sample: A pandas table with a few rows of feature columns, for the signature.
             figures: Plots to log.
-            experiment: Experiment of the run.
 
         Raises:
             ModelError: MLflow rejected a request or cannot be reached.
@@ -110,13 +108,11 @@ class Registry:
             with warnings.catch_warnings():
                 # MLflow recommends type hints and examples; there is a signature.
                 warnings.simplefilter("ignore", UserWarning)
-                return self._record(folder, about, sample, figures, experiment)
+                return self._record(folder, about, sample, figures)
         except self._mlflow.exceptions.MlflowException as error:
             raise ModelError(redacted(f"MLflow at {self.uri} says: {error}", self._environ)) from None
 
-    def _record(
-        self, folder: Path, about: Mapping[str, Any], sample: Any, figures: Sequence[Path], experiment: str
-    ) -> Version:
+    def _record(self, folder: Path, about: Mapping[str, Any], sample: Any, figures: Sequence[Path]) -> Version:
         mlflow = self._mlflow
         estimates = load(folder).estimate(sample[list(FEATURES)].to_numpy(dtype="float64"))
         import pandas
@@ -124,9 +120,9 @@ class Registry:
         answers = pandas.DataFrame(
             {name: getattr(estimates, name) for name in ("low", "middle", "high", "reach", "known")}
         )
-        if self._client.get_experiment_by_name(experiment) is None:
-            self._client.create_experiment(experiment, artifact_location=self._artifacts())
-        mlflow.set_experiment(experiment)
+        if self._client.get_experiment_by_name(EXPERIMENT) is None:
+            self._client.create_experiment(EXPERIMENT, artifact_location=self._artifacts())
+        mlflow.set_experiment(EXPERIMENT)
         with mlflow.start_run() as run:
             mlflow.set_tags({"star.kind": "training", "star.feature_version": SCHEMA_VERSION})
             mlflow.log_params({f"settings.{key}": value for key, value in about["settings"].items()})

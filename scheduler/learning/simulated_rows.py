@@ -18,7 +18,7 @@ from scheduler.cost.cost_model import Prediction, rank
 from scheduler.learning.features import rows, speed
 from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import Plan
-from scheduler.policy.cost_policy import CostPolicy, Ranker
+from scheduler.policy.cost_policy import CostPolicy
 from scheduler.records import Window
 from scheduler.simulator.base import Mode
 from scheduler.simulator.job import Job, make_mode, vectorised
@@ -176,11 +176,11 @@ def _run(mode: Mode, begin_s: Array, horizon_s: float, job: Job) -> tuple[Array,
 class _Collector:
     """A cost policy that collects moments and sometimes chooses a random plan."""
 
-    def __init__(self, scenario: Scenario, rng: np.random.Generator, ranker: Ranker | None, moments: int) -> None:
+    def __init__(self, scenario: Scenario, rng: np.random.Generator, moments: int) -> None:
         n = scenario.world_size
         self.moments: list[Moment] = []
         self.job: Job | None = None
-        self._rng, self._ranker, self._most = rng, ranker, moments
+        self._rng, self._most = rng, moments
         self._chance = 2.0 * moments / (scenario.network.target_steps / 4.0)
         self._explore_rate = float(rng.choice((0.0, 0.01, 0.05)))
         self._inner = CostPolicy(n, ranker=self._rank, hosts=[f"host{r}" for r in range(n)])
@@ -202,9 +202,7 @@ class _Collector:
     ) -> list[Prediction]:
         if not self.done and self._rng.random() < self._chance:
             self._collect(offered, conditions, window, active)
-        if self._ranker is None:
-            return in_order(offered, conditions)
-        return self._ranker(offered, conditions, window, active)
+        return in_order(offered, conditions)
 
     def _collect(self, offered: Sequence[Plan], conditions: Conditions, window: Window, active: Plan) -> None:
         assert self.job is not None
@@ -237,25 +235,21 @@ def collect_scenario(
     seed: int,
     *,
     moments: int = 8,
-    ranker: Ranker | None = None,
     steps: float = 0.0,
     pattern: str = "",
-    every_steps: int = 4,
 ) -> tuple[Scenario, list[Moment]]:
     """Simulate one job and collect moments.
 
     Args:
         seed: Seed of the scenario and of the exploration.
         moments: Most moments.
-        ranker: Ranks the candidates for the job's policy; the cost model if None.
         steps: Synchronous steps to the target; the network's own if 0.
         pattern: Pattern of contention (`simulator.episodes.PATTERNS`); drawn if empty.
-        every_steps: Steps between two decisions.
     """
     scenario = draw_scenario(seed, steps=steps, pattern=pattern)
     rng = np.random.default_rng((seed, 7))
-    collector = _Collector(scenario, rng, ranker, moments)
-    job = Job(scenario, policy=collector, every_steps=every_steps)
+    collector = _Collector(scenario, rng, moments)
+    job = Job(scenario, policy=collector)
     collector.job = job
     limit_s = 20.0 * scenario.network.target_steps * scenario.network.compute_s
     most = 40.0 * scenario.network.target_steps

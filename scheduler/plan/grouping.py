@@ -58,21 +58,14 @@ def throughput(times_s: Sequence[float], groups: Iterable[Sequence[int]]) -> flo
     return total
 
 
-def run_time_ratio(
-    times_s: Sequence[float], groups: Iterable[Sequence[int]], *, no_delay_s: float | None = None
-) -> float:
+def run_time_ratio(times_s: Sequence[float], groups: Iterable[Sequence[int]]) -> float:
     """Run time relative to that of an undisturbed job with the same number of gradients; 1.0 is undisturbed.
 
     Args:
-        times_s: Step time of every rank, seconds.
+        times_s: Step time of every rank, seconds; an undisturbed rank is taken to need their lower median.
         groups: The groups.
-        no_delay_s: Step time of an undisturbed rank; the lower median if not given.
     """
-    rate = throughput(times_s, groups)
-    usual_s = lower_median(times_s) if no_delay_s is None else no_delay_s
-    if not 0.0 < usual_s < math.inf:
-        raise ValueError(f"no_delay_s is {usual_s}; expected a positive number of seconds")
-    return len(times_s) / usual_s / rate
+    return len(times_s) / lower_median(times_s) / throughput(times_s, groups)
 
 
 def expected_staleness(times_s: Sequence[float], groups: Sequence[Sequence[int]]) -> tuple[float, ...]:
@@ -132,14 +125,7 @@ def _cut(order: Sequence[int], starts: Sequence[npt.NDArray[np.int64]]) -> Group
     return tuple(sorted(groups))
 
 
-def progressive_groups(
-    times_s: Sequence[float],
-    *,
-    no_delay_s: float | None = None,
-    target: float = _TARGET,
-    max_staleness: float = 16.0,
-    most: int = 0,
-) -> Groups:
+def progressive_groups(times_s: Sequence[float], *, target: float = _TARGET, max_staleness: float = 16.0) -> Groups:
     """Form as few groups by speed as needed: progressive grouping of HiPC 2018, decided from the times.
 
     The number of groups grows while the run time exceeds `target` times the undisturbed one, more than the last few
@@ -147,27 +133,23 @@ def progressive_groups(
 
     Args:
         times_s: Step time of every rank, seconds.
-        no_delay_s: Step time of an undisturbed rank; the lower median if not given.
         target: Run time relative to the undisturbed one that is good enough, at least 1.
         max_staleness: Largest expected staleness of a group, in updates.
-        most: Most groups, 0 for as many as ranks.
 
     Raises:
         ValueError: An argument is out of range.
     """
     _check_times(times_s)
-    n = len(times_s)
-    _check_count(most or n, n)
     if not target >= 1.0:
         raise ValueError(f"target is {target}; expected at least 1")
     ceiling = sum(1.0 / time_s for time_s in times_s)
     candidates: list[tuple[float, Groups]] = []
-    for groups in islice(_speed_groups(times_s), most or n):
+    for groups in _speed_groups(times_s):
         if candidates and max(expected_staleness(times_s, groups)) > max_staleness:
             break
         rate = throughput(times_s, groups)
         candidates.append((rate, groups))
-        if run_time_ratio(times_s, groups, no_delay_s=no_delay_s) <= target or rate >= _CEILING_SHARE * ceiling:
+        if run_time_ratio(times_s, groups) <= target or rate >= _CEILING_SHARE * ceiling:
             break
     # If staleness stopped the growth, the best allowed throughput is the reference.
     enough = _CEILING_SHARE * candidates[-1][0]

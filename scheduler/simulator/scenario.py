@@ -165,9 +165,9 @@ def _log_uniform(rng: np.random.Generator, span: tuple[float, float]) -> float:
     return math.exp(rng.uniform(math.log(span[0]), math.log(span[1])))
 
 
-def draw_network(rng: np.random.Generator, name: str = "network", family: str = "") -> Network:
-    """Draw a network of the given family, or of a random one."""
-    chosen = family or str(rng.choice(list(FAMILIES)))
+def draw_network(rng: np.random.Generator, name: str = "network") -> Network:
+    """Draw a network of a random family."""
+    chosen = str(rng.choice(list(FAMILIES)))
     ranges = FAMILIES[chosen]
     lr_ratio = float(rng.uniform(*ranges.lr_ratio))
     return Network(
