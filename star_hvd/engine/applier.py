@@ -20,10 +20,11 @@ from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.device import DONE, Fence, Fences, Streams
 from star_hvd.engine.hyperparameters import HyperRow
 
-__all__ = ["Applier", "Shadow", "place_state", "replayable", "steps_by_bucket"]
+__all__ = ["ELEMENTWISE", "Applier", "Shadow", "place_state", "replayable", "steps_by_bucket"]
 
-# These keep all their state in `param_groups` and `state`, so copying both copies the optimizer.
-_KNOWN = (
+# torch's classes that update every element by itself. They keep all their state in `param_groups` and `state`, so
+# copying both copies the optimizer, and parts of a parameter can be updated apart.
+ELEMENTWISE = (
     torch.optim.SGD,
     torch.optim.Adam,
     torch.optim.AdamW,
@@ -40,7 +41,7 @@ _KNOWN = (
 
 def replayable(base: type[torch.optim.Optimizer]) -> bool:
     """Whether helpers may replay steps of this class; a subclass may keep other state, so its state is fetched."""
-    return base in _KNOWN
+    return base in ELEMENTWISE
 
 
 def steps_by_bucket(base: type[torch.optim.Optimizer]) -> bool:
@@ -49,7 +50,7 @@ def steps_by_bucket(base: type[torch.optim.Optimizer]) -> bool:
     True where the update of a parameter reads only its own gradient and state; for classes outside torch that is
     unknown, so False.
     """
-    return base in (*_KNOWN, torch.optim.Adafactor, torch.optim.Muon)
+    return base in (*ELEMENTWISE, torch.optim.Adafactor, torch.optim.Muon)
 
 
 class Applier:

@@ -158,6 +158,16 @@ def test_what_is_named_with_its_file_is_in_it(page: Path) -> None:
     assert missing == []
 
 
+def test_the_change_log_says_where_modules_and_classes_are_now() -> None:
+    missing = []
+    for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines():
+        for name in QUOTED.findall(line.split("|")[2]) if line.startswith("| `") else []:
+            path = ROOT / name.replace(".", "/")
+            if not (path.is_dir() or path.with_suffix(".py").exists() if "." in name else name in words()):
+                missing.append(name)
+    assert missing == []
+
+
 def test_comments_and_docstrings_name_what_classes_have() -> None:
     missing = []
     for name in ("star_hvd", "scheduler", "tests", "benchmarks", "scripts"):

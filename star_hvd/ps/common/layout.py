@@ -17,23 +17,11 @@ from typing import Any
 
 import torch
 
+from star_hvd.engine.applier import ELEMENTWISE
 from star_hvd.engine.buckets import Bucket, memory_format_of
 
 __all__ = ["BucketLayout", "Chunk", "Layout", "LayoutError", "Piece", "class_path", "elementwise", "load_class"]
 
-_ELEMENTWISE = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-)
 _ALIGN = 64
 """Parameters are cut at multiples of this many elements: a kernel's vector loop and its scalar remainder then cover the
 same elements as without the cut, and results stay bitwise equal."""
@@ -385,7 +373,7 @@ def _check_layout(layout: Layout) -> None:
 
 def elementwise(base: type[torch.optim.Optimizer]) -> bool:
     """Return whether a step treats every element independently; not assumed of subclasses."""
-    return base in _ELEMENTWISE
+    return base in ELEMENTWISE
 
 
 def class_path(base: type[torch.optim.Optimizer]) -> str:
