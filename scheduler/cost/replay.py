@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from scheduler.cost import replay_few
 from scheduler.cost.replay_few import FEW
-from scheduler.diagnosis.window_stats import THRESHOLD
+from scheduler.diagnosis.window_stats import always_slow
 from scheduler.plan.plan import Plan
 from scheduler.rules.weights import damped, damping_scale, lr_factor
 
@@ -210,7 +210,7 @@ def _graced(times: Array, x: int, gap_s: float) -> Flow:
     quorum_s = np.partition(times, x - 1, axis=1)[:, x - 1]
     limit_s = quorum_s + _GRACE * typical_s
     inside = times <= limit_s[:, None]
-    expected = usual <= THRESHOLD * typical_s
+    expected = ~always_slow(usual, typical_s)
     close_s = np.where(inside, times, 0.0).max(axis=1)
     close_s = np.where((~inside & expected).any(axis=1), limit_s, np.maximum(close_s, quorum_s))
     steps_s = np.maximum(close_s, gap_s)
@@ -231,7 +231,7 @@ def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, scales
     usual = _median(times)
     steps = 2 * len(times) if len(usual) <= _MANY else len(times) + 3
     typical_s = float(np.sort(usual)[(len(usual) - 1) // 2])
-    slow, grace_s = usual > THRESHOLD * typical_s, _GRACE * typical_s
+    slow, grace_s = always_slow(usual, typical_s), _GRACE * typical_s
     if len(usual) <= FEW:
         table, loud = times.tolist(), slow.tolist()
         found = [replay_few.partial(table, quorum, fixed_s, loud, grace_s) for quorum in quorums]

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from scheduler.records import RankTable, Window
 
-__all__ = ["MIN_REPORTS", "RECENT", "RESOLUTION_S", "THRESHOLD", "Readings", "slow_limit_s"]
+__all__ = ["MIN_REPORTS", "RECENT", "RESOLUTION_S", "THRESHOLD", "Readings", "always_slow", "slow_limit_s"]
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
@@ -40,6 +40,15 @@ RECENT = 32
 def slow_limit_s(usual_s: float, threshold: float = THRESHOLD) -> float:
     """Seconds above which a batch is slow, for a usual time of `usual_s`; NaN if that is NaN."""
     return max(threshold * usual_s, usual_s + RESOLUTION_S)
+
+
+@overload
+def always_slow(usual_s: float, typical_s: float) -> bool: ...
+@overload
+def always_slow(usual_s: _Floats, typical_s: float | _Floats) -> _Flags: ...
+def always_slow(usual_s: float | _Floats, typical_s: float | _Floats) -> bool | _Flags:
+    """Whether ranks are slow all the time, by their usual times and a typical rank's; medians need no resolution."""
+    return usual_s > THRESHOLD * typical_s
 
 
 _SOME = 16

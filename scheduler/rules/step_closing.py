@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from scheduler.diagnosis.window_stats import THRESHOLD
+from scheduler.diagnosis.window_stats import always_slow
 from scheduler.records import Plan
 from scheduler.rules.grace import FRACTION, MADS, Grace, median
 
@@ -206,7 +206,7 @@ class ClosingRule:
 
     def _is_slow(self, rank: int) -> bool:
         usual_s = self._ranks[rank].usual_s()
-        return usual_s is not None and usual_s > THRESHOLD * self.typical_compute_s()
+        return usual_s is not None and always_slow(usual_s, self.typical_compute_s())
 
     def evaluate(self, now_s: float) -> tuple[Close | None, float | None]:
         """Return the order to close now, or the time at which to call again if no event comes before.

@@ -14,7 +14,7 @@ import numpy as np
 
 from scheduler.balance.share_policy import share_factors, solve_shares
 from scheduler.balance.time_curves import SHORT
-from scheduler.diagnosis.window_stats import THRESHOLD
+from scheduler.diagnosis.window_stats import always_slow
 from scheduler.plan.plan import Plan
 from scheduler.rules.microbatches import TRANSFER_S, moves, stolen_makespan
 from scheduler.rules.step_layout import grain
@@ -256,14 +256,14 @@ class Rounds(StepMode):
 
     def _worth_waiting(self, missing: Flags, began_s: Array, limit_s: Array) -> Flags:
         with np.errstate(invalid="ignore"):
-            slow = self.usual > THRESHOLD * self._typical_s()[:, None]
+            slow = always_slow(self.usual, self._typical_s()[:, None])
             worth: Flags = missing & ~slow & ~(began_s + self.usual > limit_s[:, None])
             return worth
 
     def _note_offsets(self, arrived: Flags, arrive_s: Array) -> None:
         """Add arrival offsets (after the first arrival) of ranks that are not slow; the last 64 are kept."""
         with np.errstate(invalid="ignore"):
-            fast = arrived & ~(self.usual > THRESHOLD * self._typical_s()[:, None]) & ~self.strict[:, None]
+            fast = arrived & ~always_slow(self.usual, self._typical_s()[:, None]) & ~self.strict[:, None]
         first_s = np.where(arrived, arrive_s, math.inf).min(axis=1)
         fast &= arrive_s > first_s[:, None]
         if not fast.any():

@@ -23,7 +23,7 @@ from scheduler.cost.conditions import NOISE, Conditions
 from scheduler.cost.cost_model import rank
 from scheduler.cost.priors import prior_of
 from scheduler.cost.staleness_price import StalenessPrice
-from scheduler.diagnosis.window_stats import THRESHOLD
+from scheduler.diagnosis.window_stats import THRESHOLD, always_slow
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
 
@@ -256,7 +256,7 @@ def _plans(times: Array, modes: Sequence[str], in_force: Sequence[Plan]) -> list
     out = max(1, int(np.quantile(late, 0.9)))
     if n > 2 and out <= n // 2:
         plans.setdefault(f"partial({n - out})", Plan.partial(n, n - out))
-    fast = [r for r in range(n) if usual[r] <= THRESHOLD * middle]
+    fast = [r for r in range(n) if not always_slow(float(usual[r]), middle)]
     if n // 2 <= len(fast) < n:
         plan = Plan.subgroup(n, fast)
         plans.setdefault(plan.label, plan)

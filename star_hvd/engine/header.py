@@ -131,7 +131,6 @@ class HeaderCodec:
 
     def __init__(self, world_size: int, n_hyper: int) -> None:
         self.world_size = world_size
-        self.n_hyper = n_hyper
         self._ranks_at = _FIXED + 4 * n_hyper
         self.size = self._ranks_at + world_size
 
