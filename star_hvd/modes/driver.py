@@ -19,7 +19,7 @@ from star_hvd.config import Config
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.collective import wait_all
 from star_hvd.engine.meeting import Position
-from star_hvd.engine.records import Result
+from star_hvd.engine.records import Result, Snapshot
 from star_hvd.engine.state_source import StateSource
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError, RankLostError, StarError
@@ -403,6 +403,16 @@ class StepDriver:
             buckets = self.engine.applier.buckets
             flats = [part.to(bucket.flat.device) for part, bucket in zip(parts, buckets, strict=True)]
             return self.engine.keep_late(flats, version, taken_over=True, weights=weights)
+
+    def snapshot(self, min_step: int, *, state_too: bool) -> Snapshot | None:
+        """Return the state for another rank that asks, None if there is none of `min_step` or later here now.
+
+        Called in the tensor server's thread.
+        """
+        if self.engine.inactive and not state_too:
+            min_step = 0  # A child continues with this state: nothing newer comes while no rank trains.
+        with self.engine.streams.own():
+            return self.engine.replica.snapshot(min_step, state_too=state_too)
 
     @property
     def state_is_elsewhere(self) -> bool:

@@ -555,12 +555,7 @@ class Runtime:
 
     def _snapshot(self, optimizer_id: int, state_too: bool, min_step: int) -> Snapshot | None:
         driver = self.drivers.get(optimizer_id)
-        if driver is None:
-            return None
-        if driver.engine.inactive and not state_too:
-            min_step = 0  # A child continues with this state: nothing newer comes while no rank trains.
-        with driver.engine.streams.own():
-            return driver.engine.replica.snapshot(min_step, state_too=state_too)
+        return None if driver is None else driver.snapshot(min_step, state_too=state_too)
 
     def _accept_late(self, optimizer_id: int, rank: int, version: int, body: bytearray) -> int:
         if optimizer_id == PROBE:

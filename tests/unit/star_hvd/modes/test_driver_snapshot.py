@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, cast
 
+from star_hvd.config import Config
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.runtime.runtime import Runtime
+from star_hvd.modes.driver import StepDriver
 from tests.support.world import World
 
 
 def served(engine: StepEngine, *, state_too: bool, min_step: int) -> int | None:
     """The step of what a rank with this engine answers."""
-    process: Any = SimpleNamespace(drivers={3: SimpleNamespace(engine=engine)})
-    found = Runtime._snapshot(cast(Runtime, process), 3, state_too, min_step)
+    driver = StepDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
+    driver.engine = engine
+    found = driver.snapshot(min_step, state_too=state_too)
     return None if found is None else found.step
 
 
@@ -34,8 +35,3 @@ def test_while_no_rank_trains_a_child_goes_on_with_the_parameters_that_there_are
     assert engine.inactive
     assert served(engine, state_too=False, min_step=engine.step + 1) == engine.step
     assert served(engine, state_too=True, min_step=engine.step + 1) is None, "a state that gets nobody further"
-
-
-def test_an_optimizer_that_is_not_here_has_no_state() -> None:
-    process: Any = SimpleNamespace(drivers={})
-    assert Runtime._snapshot(cast(Runtime, process), 3, True, 0) is None
