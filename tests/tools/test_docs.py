@@ -12,6 +12,8 @@ from pathlib import Path
 import protocol_tables
 import pytest
 
+import star_hvd
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
@@ -165,6 +167,20 @@ def test_the_change_log_says_where_modules_and_classes_are_now() -> None:
             path = ROOT / name.replace(".", "/")
             if not (path.is_dir() or path.with_suffix(".py").exists() if "." in name else name in words()):
                 missing.append(name)
+    assert missing == []
+
+
+def test_the_reference_has_every_name_that_users_import() -> None:
+    """Of our own; those that are Horovod's are described there."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    blocks = dict(re.findall(r"^::: ([\w.]+)\n((?:    .*\n?)*)", page, flags=re.MULTILINE))
+    missing = []
+    for name in star_hvd.__all__:
+        home = str(getattr(getattr(star_hvd, name), "__module__", ""))
+        members = re.search(r"members: \[(.*?)\]", blocks.get(home, ""))
+        named = f"{home}.{name}" in blocks or (home in blocks and (members is None or name in members[1].split(", ")))
+        if home.startswith(("star_hvd", "scheduler")) and not named:
+            missing.append(name)
     assert missing == []
 
 
