@@ -134,7 +134,7 @@ def _process_set(signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any
     return signature.bind(*args, **kwargs).arguments.get("process_set", global_process_set)
 
 
-def _away(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
+def _inactive_in(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
     """Mark this rank as inactive during `function` while ranks may be at different steps.
 
     Args:
@@ -177,17 +177,17 @@ def _writing(function: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-allreduce = _away(_in_graph(mpi_ops.allreduce))
-allreduce_ = _away(mpi_ops.allreduce_)
-grouped_allreduce = _away(_in_graph(mpi_ops.grouped_allreduce))
-grouped_allreduce_ = _away(mpi_ops.grouped_allreduce_)
-allgather = _away(_in_graph(mpi_ops.allgather))
-grouped_allgather = _away(_in_graph(mpi_ops.grouped_allgather))
-broadcast = _away(_in_graph(mpi_ops.broadcast))
-broadcast_ = _away(mpi_ops.broadcast_)
-alltoall = _away(_in_graph(mpi_ops.alltoall))
-reducescatter = _away(_in_graph(mpi_ops.reducescatter))
-grouped_reducescatter = _away(_in_graph(mpi_ops.grouped_reducescatter))
+allreduce = _inactive_in(_in_graph(mpi_ops.allreduce))
+allreduce_ = _inactive_in(mpi_ops.allreduce_)
+grouped_allreduce = _inactive_in(_in_graph(mpi_ops.grouped_allreduce))
+grouped_allreduce_ = _inactive_in(mpi_ops.grouped_allreduce_)
+allgather = _inactive_in(_in_graph(mpi_ops.allgather))
+grouped_allgather = _inactive_in(_in_graph(mpi_ops.grouped_allgather))
+broadcast = _inactive_in(_in_graph(mpi_ops.broadcast))
+broadcast_ = _inactive_in(mpi_ops.broadcast_)
+alltoall = _inactive_in(_in_graph(mpi_ops.alltoall))
+reducescatter = _inactive_in(_in_graph(mpi_ops.reducescatter))
+grouped_reducescatter = _inactive_in(_in_graph(mpi_ops.grouped_reducescatter))
 allreduce_async = _named(mpi_ops.allreduce_async)
 allreduce_async_ = _named(mpi_ops.allreduce_async_)
 grouped_allreduce_async = _named(mpi_ops.grouped_allreduce_async)
@@ -204,16 +204,16 @@ for _each in (
     "grouped_reducescatter",
 ):  # fmt: skip
     _name_in_backward(_each)
-barrier = _away(mpi_ops.barrier)
+barrier = _inactive_in(mpi_ops.barrier)
 # Ranks may wait for handles in different orders, or use `poll`.
-synchronize = _away(mpi_ops.synchronize, meets=False)
-broadcast_parameters = _writing(_away(hvd.broadcast_parameters))
-broadcast_object = _away(hvd.broadcast_object)
-allgather_object = _away(hvd.allgather_object)
+synchronize = _inactive_in(mpi_ops.synchronize, meets=False)
+broadcast_parameters = _writing(_inactive_in(hvd.broadcast_parameters))
+broadcast_object = _inactive_in(hvd.broadcast_object)
+allgather_object = _inactive_in(hvd.allgather_object)
 
 
 @_writing
-@_away
+@_inactive_in
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Broadcast an optimizer's state from `root_rank`.
 

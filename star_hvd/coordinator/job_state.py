@@ -125,7 +125,7 @@ class JobState:
         self._sent_bye = False
         self._asked = [0] * world_size
         self._closed: set[int] = set()
-        self._away: dict[int, float] = {}  # Inactive ranks and since when.
+        self._inactive: dict[int, float] = {}  # Inactive ranks and since when.
         self._closing: set[int] = set()  # Ranks that are closing an optimizer.
         self._absent: set[int] = set()
         self._machines = [MachineStats()] * world_size
@@ -160,7 +160,7 @@ class JobState:
     def tick(self, now_s: float) -> float:
         """Act on what is due; return the latest time for the next call."""
         self._check_lost(now_s)
-        if self._immediate_until_s is not None and not self._away and now_s >= self._immediate_until_s:
+        if self._immediate_until_s is not None and not self._inactive and now_s >= self._immediate_until_s:
             self._immediate_until_s = None
             self._broadcast(ReportImmediately(False))
         wake_s = now_s + self._config.heartbeat_s
@@ -247,7 +247,7 @@ class JobState:
 
     def _away_message(self, rank: int, message: Away, now_s: float) -> None:
         (self._closing.add if message.away and message.reason == CLOSE else self._closing.discard)(rank)
-        self._set_away(rank, message.away, now_s, out_of_data=message.out_of_data)
+        self._set_inactive(rank, message.away, now_s, out_of_data=message.out_of_data)
 
     def _lease_return(self, rank: int, message: LeaseReturn, now_s: float) -> None:
         self._leases.give_back(rank, message, now_s)
@@ -257,7 +257,7 @@ class JobState:
 
     def _finished(self, rank: int, message: Finished, now_s: float) -> None:
         self.finished.add(rank)
-        self._set_away(rank, True, now_s)
+        self._set_inactive(rank, True, now_s)
         self._leases.leave(rank, now_s)
         self.microbatches.leave(rank, now_s)
         for key, epoch in self._epochs.items():  # It may have left its loop in the middle of one.
@@ -286,17 +286,17 @@ class JobState:
         """Return the current step of an optimizer, 0 if it is not registered yet."""
         return self.optimizers[optimizer_id].rule.step if optimizer_id in self.optimizers else 0
 
-    def _set_away(self, rank: int, away: bool, now_s: float, *, out_of_data: bool = True) -> None:
-        if away:
-            self._away.setdefault(rank, now_s)
+    def _set_inactive(self, rank: int, inactive: bool, now_s: float, *, out_of_data: bool = True) -> None:
+        if inactive:
+            self._inactive.setdefault(rank, now_s)
         else:
-            self._away.pop(rank, None)
-        if away and self._immediate_until_s is None:
+            self._inactive.pop(rank, None)
+        if inactive and self._immediate_until_s is None:
             self._broadcast(ReportImmediately(True))
-        if away or self._immediate_until_s is not None:  # At an epoch's end `_maybe_end` activates ranks first.
+        if inactive or self._immediate_until_s is not None:  # At an epoch's end `_maybe_end` activates ranks first.
             self._immediate_until_s = now_s + _REPORT_IMMEDIATELY_S
         for optimizer in self.optimizers.values():
-            if away:
+            if inactive:
                 optimizer.rule.deactivate(rank, out_of_data=out_of_data)
             elif rank not in optimizer.dropped:
                 optimizer.rule.activate(rank, now_s)
@@ -412,7 +412,7 @@ class JobState:
                 return
             self._broadcast(EpochEnd(*key))
             # All ranks become active at once; otherwise the last to leave could have its first step closed without it.
-            self._away = dict.fromkeys(self.finished, now_s)
+            self._inactive = dict.fromkeys(self.finished, now_s)
             for optimizer in self.optimizers.values():
                 optimizer.rule.align(now_s)
                 for rank in self.finished.union(optimizer.dropped):

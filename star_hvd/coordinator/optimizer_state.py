@@ -136,7 +136,7 @@ class OptimizerState:
         self._rates_by_s = math.inf  # Until when the placement of servers waits for the rates of links.
         self._restarting = False  # Loading a state waits for servers that are draining.
         self._published: dict[int, Plan] = {}
-        self._next_epoch = 1
+        self._next_plan_id = 1
         self._decide_at_s = self._decide_next_s = 0.0  # Next window; the same without a trigger.
         self._alerts = Alerts(config)
         self._readiness = Readiness(optimizer_id, self._sets, send)
@@ -246,8 +246,8 @@ class OptimizerState:
         except PlanError as error:
             logger.warning("plan %s is not possible in this job: %s", plan.label, error)
             return
-        plan = plan.replace(plan_id=self._next_epoch)
-        self._next_epoch += 1
+        plan = plan.replace(plan_id=self._next_plan_id)
+        self._next_plan_id += 1
         self._switch = Switch(self.optimizer_id, plan, self.active, now_s + self._config.plan_deadline_s)
         self._published[plan.plan_id] = plan
         self._send_all(self._sets.order(self.optimizer_id, plan.sets, plan.plan_id))
@@ -456,7 +456,7 @@ class OptimizerState:
         self.history.append(StepReport(rank=rank, step=step, times=times, wait_s=wait_s, late=late))
 
     def _acted(self, rank: int, plan_id: int, step: int) -> None:
-        if plan_id < self._next_epoch:  # A later one was never published; noting it would free process sets in use.
+        if plan_id < self._next_plan_id:  # A later one was never published; noting it would free process sets in use.
             self._sets.acted(self.optimizer_id, rank, plan_id)
         self._note_plan(plan_id, step)
 
@@ -521,8 +521,8 @@ class OptimizerState:
             self._readiness.for_links(self.links.to_prepare_for(now_s), self.gradient_bytes, self.blocked)
             self._readiness.for_plan(self.choice.coming, self.blocked)
         if plan is not None:
-            self.predictions_by_plan[self._next_epoch] = self.choice.predictions()
-            self.predictions_by_plan.pop(self._next_epoch - _MAX_UNLOGGED_PREDICTIONS, None)  # Without a run log.
+            self.predictions_by_plan[self._next_plan_id] = self.choice.predictions()
+            self.predictions_by_plan.pop(self._next_plan_id - _MAX_UNLOGGED_PREDICTIONS, None)  # Without a run log.
             self.publish(plan, now_s)
 
     @property

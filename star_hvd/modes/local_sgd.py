@@ -104,7 +104,7 @@ class LocalSteps:
         """
         engine, weight = self._engine, self._engine.weight
         engine.own_steps += 1
-        if self.over:  # The mode ended while this rank was away.
+        if self.over:  # The mode ended while this rank was inactive.
             flats = [self._weighted(bucket, weight).clone() for bucket in engine.applier.buckets]
             engine.keep_late(flats, engine.step)
             return None

@@ -171,7 +171,7 @@ class Runtime:
         self._sources: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
         self._bye = threading.Event()
         self._lost: list[int] = []
-        self._next_engine = 0
+        self._next_optimizer_id = 0
         self._stopped = False
         self._pid = os.getpid()
         self._unwatch_threads = threads.on_death(self._thread_died)
@@ -233,12 +233,12 @@ class Runtime:
         """Return a driver for the next optimizer; all ranks must create optimizers in the same order."""
         for driver in [driver for driver in self.drivers.values() if driver.over]:
             self._end(driver)
-        self._next_engine += 1
+        self._next_optimizer_id += 1
         return StepDriver(
-            self._next_engine - 1,
+            self._next_optimizer_id - 1,
             self.config,
             self.agent.send,
-            OtherRanks(self.keyring, self._next_engine - 1, self.agent.send, self._sources, self.raise_failure),
+            OtherRanks(self.keyring, self._next_optimizer_id - 1, self.agent.send, self._sources, self.raise_failure),
             self.diagnose,
             self.services.later,
         )
@@ -486,7 +486,7 @@ class Runtime:
         for driver in self.drivers.values():
             driver.stop()
             _close_log(driver)
-        if drain and self.rank == 0 and self._next_engine:
+        if drain and self.rank == 0 and self._next_optimizer_id:
             check_curves(self._curves)
         if hasattr(self, "services"):  # `start` may have failed halfway.
             self.services.stop()

@@ -351,7 +351,7 @@ class ServerSessions:
     # ---- events of the own server, in its supervising thread --------------------------------------------------------
 
     def _on_event(self, event: dict[str, Any]) -> None:
-        kind, optimizer_id = event["event"], event.get("engine", -1)
+        kind, optimizer_id = event["event"], event.get("optimizer_id", -1)
         if kind == "cut":
             self._send(Drained(optimizer_id, event["plan_id"], event["version"]))
         elif kind == "refused":

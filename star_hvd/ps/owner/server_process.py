@@ -69,8 +69,8 @@ class ServerProcess:
         on_event: Called on the supervising thread with a mapping: `event` is `ready`, `seeded`, `update` (`version`,
             `ranks`, `staleness`, `gradients`, `damped`, `loss`) or `drop` (`ranks`, `reason`), both left out while the
             owner does not keep up, `refused` (`plan_id`, `reason`), `cut` (`plan_id`, final `version`), `failed`
-            (`reason`) or `died` (`returncode`); all but `died` name `engine`, `session` and the shard's `index` if
-            they concern one. It must not block.
+            (`reason`) or `died` (`returncode`); all but `died` name `optimizer_id`, `session` and the shard's `index`
+            if they concern one. It must not block.
         mirror: Whether the server's state outlives it; without it `recover` starts from the seed.
         faults: For tests, see `Shard`.
     """
@@ -320,7 +320,7 @@ class ServerProcess:
             return
         if event["event"] == "seeded" and self._mirror:
             with self._changed:
-                opened = self._opened.get((event["engine"], event["session"]))
+                opened = self._opened.get((event["optimizer_id"], event["session"]))
                 if opened is not None:
                     opened.seed = None  # The mirror has it now.
         self._report(event)
@@ -366,7 +366,7 @@ class ServerProcess:
         """
         message = {
             "do": "open",
-            "engine": optimizer_id,
+            "optimizer_id": optimizer_id,
             "session": session,
             "index": index,
             "endpoints": [endpoint.to_list() for endpoint in endpoints],
@@ -408,14 +408,14 @@ class ServerProcess:
         with self._changed:
             for opened in self._of(optimizer_id):
                 opened.message["plan"] = plan.to_dict()
-            self._send({"do": "plan", "engine": optimizer_id, "plan": plan.to_dict()})
+            self._send({"do": "plan", "optimizer_id": optimizer_id, "plan": plan.to_dict()})
 
     def cut(self, optimizer_id: int, plan_id: int) -> None:
         """Drain: shard 0 makes the last update and answers all pushes; event `cut` follows when all shards have it."""
         with self._changed:
             for opened in self._of(optimizer_id)[-1:]:
                 opened.cut = plan_id
-            self._send({"do": "cut", "engine": optimizer_id, "plan_id": plan_id})
+            self._send({"do": "cut", "optimizer_id": optimizer_id, "plan_id": plan_id})
 
     def member(self, optimizer_id: int, rank: int, what: str) -> None:
         """Report to shard 0 that a rank is `absent` or `present`.
@@ -428,7 +428,7 @@ class ServerProcess:
         with self._changed:
             for opened in self._of(optimizer_id)[-1:]:
                 opened.members[rank] = what
-            self._send({"do": "member", "engine": optimizer_id, "rank": rank, "what": what})
+            self._send({"do": "member", "optimizer_id": optimizer_id, "rank": rank, "what": what})
 
     def replace(self, optimizer_id: int, session: int, index: int, endpoint: Endpoint) -> None:
         """Report another shard's new process, for one session: in others, that index may be another rank's shard."""
@@ -444,7 +444,7 @@ class ServerProcess:
         with self._changed:
             if (optimizer_id, session) in self._opened:
                 self._release((optimizer_id, session))
-                self._send({"do": "close", "engine": optimizer_id, "session": session})
+                self._send({"do": "close", "optimizer_id": optimizer_id, "session": session})
 
     def _release(self, key: tuple[int, int]) -> None:
         opened = self._opened.pop(key)
@@ -469,7 +469,7 @@ class ServerProcess:
 
 
 def _named(message: Event) -> Event:
-    return {"engine": message["engine"], "session": message["session"]}
+    return {"optimizer_id": message["optimizer_id"], "session": message["session"]}
 
 
 def _with_record(head: Event, record: Record) -> Event:

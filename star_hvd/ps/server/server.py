@@ -62,7 +62,7 @@ class _Job(Outlet):
 
     def __init__(self, server: Server, values: dict[str, Any], mirror: Mirror | None, recover: bool) -> None:
         self.server = server
-        self.optimizer_id, self.session, self.index = values["engine"], values["session"], values["index"]
+        self.optimizer_id, self.session, self.index = values["optimizer_id"], values["session"], values["index"]
         self.endpoints = [Endpoint.from_list(each) for each in values["endpoints"]]
         self.mirror = mirror
         self.peers: dict[int, bytes] = {}
@@ -146,7 +146,7 @@ class _Job(Outlet):
         self.server.outbox.meta(identity, Header(Kind.VERDICT, self.optimizer_id, self.session, rank, step), result)
 
     def _event(self, event: dict[str, Any]) -> None:
-        self.server.event({**event, "engine": self.optimizer_id, "session": self.session, "index": self.index})
+        self.server.event({**event, "optimizer_id": self.optimizer_id, "session": self.session, "index": self.index})
 
     def _journal(self, data: bytes) -> None:
         if self.mirror is not None:
@@ -377,7 +377,7 @@ class Server:
         Raises:
             ChannelError: The session is over.
         """
-        newest = max((session for engine, session in self._jobs if engine == key[0]), default=-1)
+        newest = max((session for optimizer_id, session in self._jobs if optimizer_id == key[0]), default=-1)
         if key[1] <= newest:
             raise ChannelError(f"a message is for optimizer {key[0]}, session {key[1]}, which is over here")
         surplus = self._early.surplus(key)
@@ -405,27 +405,27 @@ class Server:
             try:
                 self._do(message)
             except (LayoutError, ChannelError, ValueError) as error:
-                named: dict[str, Any] = {k: message[k] for k in ("engine", "session") if k in message}
+                named: dict[str, Any] = {k: message[k] for k in ("optimizer_id", "session") if k in message}
                 self.event({**named, "event": "failed", "reason": str(error), "while": message["do"]})
         return True
 
     def _do(self, message: dict[str, Any]) -> None:
-        what, engine = message["do"], int(message["engine"])
+        what, optimizer_id = message["do"], int(message["optimizer_id"])
         if what == "open":
             self._open(message)
             return
-        sessions = [s for e, s in self._jobs if e == engine]
+        sessions = [s for e, s in self._jobs if e == optimizer_id]
         session = message.get("session")
-        key = (engine, max(sessions, default=-1) if session is None else int(session))
+        key = (optimizer_id, max(sessions, default=-1) if session is None else int(session))
         job = self._jobs.get(key)
         if job is None:
             if what not in ("close", "member"):  # Absent ranks are reported again once the session is open.
-                raise ChannelError(f"optimizer {engine} is not open here (session {key[1]})")
+                raise ChannelError(f"optimizer {optimizer_id} is not open here (session {key[1]})")
         elif what == "seed":
             data = torch.frombuffer(bytearray(message["data"]), dtype=torch.uint8)
             before = job.shard.seeded
             if job.shard.seed(message["chunk"], data) and not before:
-                self.event({"event": "seeded", "engine": engine, "session": key[1], "index": job.index})
+                self.event({"event": "seeded", "optimizer_id": optimizer_id, "session": key[1], "index": job.index})
         elif what == "replace":
             job.endpoints[message["index"]] = Endpoint.from_list(message["endpoint"])
             if message["index"] == 0 and job.primary is None:
@@ -448,7 +448,7 @@ class Server:
         gc.collect()  # Its reference cycles hold descriptors and large buffers.
 
     def _open(self, message: dict[str, Any]) -> None:
-        key = (int(message["engine"]), int(message["session"]))
+        key = (int(message["optimizer_id"]), int(message["session"]))
         descriptor = self._pipe.descriptor() if message["mirror"] else None
         mirror = None
         if descriptor is not None:

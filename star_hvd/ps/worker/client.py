@@ -291,9 +291,9 @@ class Client:
                 line.do("end of read", exchange)
         return exchange
 
-    def absent(self, away: bool) -> None:
+    def absent(self, inactive: bool) -> None:
         """Announce to the servers that this worker will not push for a while, or that it pushes again."""
-        self._line.do("presence", "absent" if away else "present")
+        self._line.do("presence", "absent" if inactive else "present")
 
     def replace(self, index: int, endpoint: Endpoint) -> None:
         """Connect to a shard's new process and resend what the old one may have lost."""

@@ -164,8 +164,8 @@ _PLANS = (
 def _job(plan: dict[str, Any]) -> _Job:
     layout, spec, _, records = _made()
     values = {
-        "engine": 0, "session": 0, "index": 0, "endpoints": [], "layout": layout.to_dict(), "spec": spec.to_dict(),
-        "plan": plan, "version": 0,
+        "optimizer_id": 0, "session": 0, "index": 0, "endpoints": [], "plan": plan, "version": 0,
+        "layout": layout.to_dict(), "spec": spec.to_dict(),
     }  # fmt: skip
     job = _Job(_Sink(), values, None, False)  # type: ignore[arg-type]
     for index, record in enumerate(records):

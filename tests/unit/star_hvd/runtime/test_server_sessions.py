@@ -245,9 +245,9 @@ def test_servers_are_told_who_was_absent_before_they_were_there(made: Made) -> N
 
 def test_a_server_that_is_not_open_yet_is_told_of_presence_later() -> None:
     server: Any = SimpleNamespace(_jobs={})
-    Server._do(server, {"do": "member", "engine": 0, "rank": 1, "what": "absent"})
+    Server._do(server, {"do": "member", "optimizer_id": 0, "rank": 1, "what": "absent"})
     with pytest.raises(ChannelError, match="not open"):
-        Server._do(server, {"do": "cut", "engine": 0, "plan_id": 3})
+        Server._do(server, {"do": "cut", "optimizer_id": 0, "plan_id": 3})
 
 
 def test_nothing_is_left_of_an_optimizer_that_is_closed(made: Made) -> None:
@@ -266,12 +266,12 @@ def test_a_moved_server_is_told_of_in_its_own_session_only() -> None:
     sent: list[Any] = []
     process._pipe = SimpleNamespace(send=lambda message, descriptor=None: sent.append(message))  # type: ignore[assignment]
     for key in ((0, 3), (0, 7), (1, 3)):
-        message = {"engine": key[0], "session": key[1], "endpoints": [["a", 1, b""], ["b", 2, b""]]}
+        message = {"optimizer_id": key[0], "session": key[1], "endpoints": [["a", 1, b""], ["b", 2, b""]]}
         process._opened[key] = _Opened(message, None, None)  # type: ignore[arg-type]
     process.replace(0, 3, 1, Endpoint("c", 3, b""))
     ends = {key: opened.message["endpoints"][1][0] for key, opened in process._opened.items()}
     assert ends == {(0, 3): "c", (0, 7): "b", (1, 3): "b"}
-    assert [(message["engine"], message["session"]) for message in sent] == [(0, 3)]
+    assert [(message["optimizer_id"], message["session"]) for message in sent] == [(0, 3)]
 
 
 def test_a_restart_while_a_plan_is_prepared_is_heard_of(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
