@@ -56,10 +56,29 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
 
     If a rank is late: a commit is collective. Ranks that wait in it are inactive, so that others do not wait for their
     gradients.
+
+    Inside a step of micro-batches a commit is made behind the step, when the loop asks for its next batch. A rank from
+    which others take over may commit behind its only micro-batch, at the end of the step: ranks that commit inside the
+    step would wait for it, and it would end the step without their gradients.
     """
+
+    def commit(self) -> None:
+        """Save the state, and check whether hosts were added or removed. Collective."""
+        self._do_behind_step(super().commit, replaces=True)
 
     def check_host_updates(self) -> None:
         """Check whether hosts were added or removed. Collective."""
+        self._do_behind_step(self._check_host_updates, replaces=False)
+
+    def _do_behind_step(self, task: Callable[[], None], *, replaces: bool) -> None:
+        """Call `task` now, or inside a step of micro-batches behind it; one that `replaces` includes any other."""
+        running = runtime.current()
+        if running is None or not running.inside_step:
+            task()
+        elif replaces or running.behind_step is None:
+            running.behind_step = task
+
+    def _check_host_updates(self) -> None:
         running = runtime.current()
         inactive: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if running is not None and running.drivers:

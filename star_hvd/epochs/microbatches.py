@@ -56,6 +56,7 @@ class LeasedMicrobatches:
         run, stock = self._run, self._stock
         while self._steps:
             if not self._await_part():
+                run.end_step_of_parts()
                 if not stock.next_step():
                     return
                 continue

@@ -13,7 +13,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -148,6 +148,7 @@ class Runtime:
         self.asked = AskedPlans(self.world_size, self.config.max_batch)
         self.batch_weights: list[float] = []
         self.in_hand: MicrobatchInHand | None = None  # The micro-batch whose gradient is being accumulated.
+        self.behind_step: Callable[[], None] | None = None  # Called behind the step of micro-batches in progress.
         self.memory = MemoryLimits(self.config.max_batch)
         self.steps_ended = 0  # How often the gradients of a step were collected, over all optimizers.
         self._weighed = math.nan  # Weight of the latest batch as given by the user, NaN if not given.
@@ -333,6 +334,19 @@ class Runtime:
         """
         with self._meetings.meeting(reason, self.config.step_deadline_s, out_of_data=out_of_data):
             yield
+
+    # ---- steps of micro-batches ---------------------------------------------------------------------------------
+
+    @property
+    def inside_step(self) -> bool:
+        """Whether the training thread has given some micro-batches of a step, but not all."""
+        return self.in_hand is not None and any(driver.mid_step() for driver in self.drivers.values())
+
+    def end_step_of_parts(self) -> None:
+        """Called by the loader when the loop asks for the first micro-batch of its next step."""
+        task, self.behind_step = self.behind_step, None
+        if task is not None:
+            task()
 
     # ---- looking after the job -----------------------------------------------------------------------------------
 
