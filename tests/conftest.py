@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -41,3 +42,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return next((i for i, first in enumerate(FIRST) if path == first or path.startswith(f"{first}/")), len(FIRST))
 
     items.sort(key=place)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Let collections of garbage skip what was imported: they took a seventh of the unit tests' time."""
+    gc.collect()
+    gc.freeze()

@@ -20,6 +20,10 @@ class Collective(Protocol):
         """Start an in-place sum of `tensor` over all ranks and return its handle."""
         ...
 
+    def hurry(self) -> None:
+        """Reduce what was submitted at once: nothing that could travel with it follows soon."""
+        ...
+
     def poll(self, handle: int) -> bool:
         """Whether the operation has ended. Only the handle's owner may call this."""
         ...
@@ -46,10 +50,15 @@ class HorovodCollective:
         self._ops = mpi_ops  # Importing on each call would take as long as polling a handle.
         self._process_set = process_set if process_set is not None else mpi_ops.global_process_set
         self._wait_for = getattr(mpi_ops.mpi_lib, "horovod_torch_wait_for", None)  # With patch 0014.
+        self._hurry = getattr(mpi_ops.mpi_lib, "horovod_torch_hurry", None)  # With patch 0015.
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
         ops = self._ops
         return int(ops.allreduce_async_(tensor, name=name, op=ops.Sum, process_set=self._process_set))
+
+    def hurry(self) -> None:
+        if self._hurry is not None:
+            self._hurry()
 
     def poll(self, handle: int) -> bool:
         # Horovod forgets a handle when its result is collected, and raises if it is polled afterwards.

@@ -279,6 +279,7 @@ class Reduces(Protocol):
     """A `star_hvd.engine.collective.Collective`."""
 
     def submit(self, name: str, tensor: torch.Tensor) -> int: ...
+    def hurry(self) -> None: ...
     def poll(self, handle: int) -> bool: ...
     def wait(self, handle: int, longest_s: float) -> bool: ...
     def finish(self, handle: int) -> None: ...
@@ -307,6 +308,10 @@ class TimedCollective:
         self._open[handle] = index
         self._timeline.watch(self._look)
         return handle
+
+    def hurry(self) -> None:
+        """See `Collective.hurry`."""
+        self._inner.hurry()
 
     def poll(self, handle: int) -> bool:
         """See `Collective.poll`."""

@@ -95,6 +95,10 @@ class HierarchicalCollective:
             self._changed.notify_all()
             return self._tickets
 
+    def hurry(self) -> None:
+        """See `Collective.hurry`."""
+        self._flat.hurry()
+
     def poll(self, ticket: int) -> bool:
         """See `Collective.poll`."""
         with self._changed:

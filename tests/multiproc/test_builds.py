@@ -43,6 +43,13 @@ def test_a_wait_sleeps_until_the_operation_has_ended() -> None:
         assert facts["others_ran"] and facts["sum"] == 2.0, facts
 
 
+def test_a_cycle_begins_when_somebody_waits_for_it() -> None:
+    """Ten cycles of 300 ms take three seconds; with nobody asleep, ten reductions take some milliseconds."""
+    for facts in run_job("tests.multiproc.hurry_job", ranks=2, fresh=True).check().results:
+        assert facts["patched"], "patch 0015 is missing in this build of Horovod"
+        assert facts["hurried_s"] < 0.5 * facts["usual_s"], facts
+
+
 def test_credentials_reach_ranks_and_no_command_line() -> None:
     env = {"MLFLOW_TRACKING_PASSWORD": "correct-horse-7319"}
     result = run_job("tests.multiproc.credentials_job", ranks=2, env=env, fresh=True, timeout_s=200.0).check()

@@ -64,6 +64,9 @@ class Port:
     def submit(self, name: str, tensor: torch.Tensor) -> int:
         return self._network.submit(self._rank, name, tensor)
 
+    def hurry(self) -> None:
+        pass
+
     def poll(self, handle: int) -> bool:
         return handle in self._network.ended
 

@@ -138,6 +138,7 @@ class StepExchange:
                 step.extras.append(tensor)
                 step.handles.append(self._start(extra, tensor))
         step.header_handle = self._start(name, whole)
+        self.collective.hurry()  # The header is a step's last tensor.
 
     def _start(self, name: str, tensor: torch.Tensor) -> int:
         return self.collective.submit(f"{self._prefix}.{name}", tensor)

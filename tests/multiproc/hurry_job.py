@@ -1,0 +1,38 @@
+"""A rank whose Horovod looks for tensors seldom: reductions one after another, without hurry and with it."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+import star_hvd as hvd
+from star_hvd.engine.collective import HorovodCollective, wait_all
+from tests.support.launch import write_result
+
+REDUCTIONS = 10
+CYCLE_MS = 300
+
+
+def main() -> None:
+    os.environ["HOROVOD_CYCLE_TIME"] = str(CYCLE_MS)
+    hvd.init()
+    collective = HorovodCollective()
+
+    def reduce(hurries: bool) -> float:
+        began_s = time.monotonic()
+        for _ in range(REDUCTIONS):
+            handle = collective.submit("next", torch.ones(1))
+            if hurries:
+                collective.hurry()
+            wait_all(collective, [handle], 60.0, "a reduction")
+        return time.monotonic() - began_s
+
+    reduce(False)  # The cache learns the tensor.
+    write_result({"patched": collective._hurry is not None, "usual_s": reduce(False), "hurried_s": reduce(True)})
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()
