@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -38,6 +39,15 @@ class Recorder(Port):
     def finish(self, handle: int) -> None:
         super().finish(handle)
         self.open.discard(handle)
+
+
+class Broken(Recorder):
+    """Fails when `b` is submitted."""
+
+    def submit(self, name: str, tensor: torch.Tensor) -> int:
+        if name == "b":
+            raise RuntimeError("the world is gone")
+        return super().submit(name, tensor)
 
 
 def _collective(port: Port, most: int = 2) -> OrderedCollective:
@@ -141,12 +151,6 @@ def test_two_groups_are_under_way_whatever_their_sizes() -> None:
 
 
 def test_a_failure_is_raised_where_one_waits() -> None:
-    class Broken(Recorder):
-        def submit(self, name: str, tensor: torch.Tensor) -> int:
-            if name == "b":
-                raise RuntimeError("the world is gone")
-            return super().submit(name, tensor)
-
     network = Network(1)
     collective = _collective(Broken(network, 0), most=1)
     collective.set_order([["a"], ["b"]])
@@ -157,4 +161,36 @@ def test_a_failure_is_raised_where_one_waits() -> None:
         while time.monotonic() < limit_s:
             collective.poll(first)
             collective.poll(second)
+    collective.stop()
+
+
+def test_a_wait_for_a_held_tensor_ends_with_its_reduction() -> None:
+    network = Network(1)
+    collective = _collective(Recorder(network, 0), most=1)
+    collective.set_order([["a"], ["b"]])
+    tickets = {name: collective.submit(name, torch.ones(1)) for name in "ba"}
+    assert not collective.wait(tickets["b"], 0.01), "it is held"
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(collective.wait, tickets["b"], PATIENCE_S)
+        network.end("a")
+        limit_s = time.monotonic() + PATIENCE_S
+        while "b" not in network.ready():
+            assert time.monotonic() < limit_s, "the thread did not submit what was held"
+            time.sleep(0.001)
+        assert not waiting.done()
+        network.end("b")
+        assert waiting.result(PATIENCE_S)
+    collective.stop()
+
+
+def test_a_failure_ends_a_wait() -> None:
+    network = Network(1)
+    collective = _collective(Broken(network, 0), most=1)
+    collective.set_order([["a"], ["b"]])
+    tickets = {name: collective.submit(name, torch.ones(1)) for name in "ab"}
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(collective.wait, tickets["b"], PATIENCE_S)
+        network.end("a")
+        with pytest.raises(RuntimeError, match="the world is gone"):
+            waiting.result(PATIENCE_S)
     collective.stop()
