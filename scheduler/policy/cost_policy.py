@@ -184,19 +184,9 @@ class CostPolicy:
         alarm = self.guard.check(window, active)
         if alarm:
             return self._safe(active, alarm)
-        if window.comm_bytes != self._sized_bytes and not self.price.observations:
-            self._sized_bytes, self.price = window.comm_bytes, StalenessPrice(prior_of(window.comm_bytes))
-        conditions = Conditions.from_window(window, self.price)
+        conditions = self._measured(window, active)
         if conditions is None:
             return None
-        self.watch(window, active)
-        conditions = conditions.with_freezes(
-            self._freezes.per_step_s, self._freezes.freezing, self._freezes.froze
-        )
-        rate = self._links.note(window, active, conditions.rate)
-        conditions = dataclasses.replace(conditions, rate=rate, background=self._background)
-        self._noise, self._conditions = conditions.noise, conditions
-        self._least_gain = max(self._gain, _GAIN_CROWDED) if conditions.crowded else self._gain
         stragglers = summarize_stragglers(conditions, self._least_share)
         self._now = (window, active, stragglers)
         self._profile, self._factors = SlownessProfile.of(conditions, stragglers.links), _factors(active, conditions)
@@ -212,6 +202,30 @@ class CostPolicy:
             self._reset_rentals(window)
             self.last = []
             return None
+        self.last = self._rated(window, conditions, active, stragglers)
+        return self._choose(window, conditions, active, stragglers, lost_s) if self.last else None
+
+    def _measured(self, window: Window, active: Plan) -> Conditions | None:
+        """Note what a window shows, and return the conditions of a decision; None if not every rank has reported."""
+        if window.comm_bytes != self._sized_bytes and not self.price.observations:
+            self._sized_bytes, self.price = window.comm_bytes, StalenessPrice(prior_of(window.comm_bytes))
+        conditions = Conditions.from_window(window, self.price)
+        if conditions is None:
+            return None
+        self.watch(window, active)
+        conditions = conditions.with_freezes(
+            self._freezes.per_step_s, self._freezes.freezing, self._freezes.froze
+        )
+        rate = self._links.note(window, active, conditions.rate)
+        conditions = dataclasses.replace(conditions, rate=rate, background=self._background)
+        self._noise, self._conditions = conditions.noise, conditions
+        self._least_gain = max(self._gain, _GAIN_CROWDED) if conditions.crowded else self._gain
+        return conditions
+
+    def _rated(
+        self, window: Window, conditions: Conditions, active: Plan, stragglers: StragglerSummary
+    ) -> list[Prediction]:
+        """Return the predictions of all candidates, the best first."""
         offered = candidates(
             conditions, active, allowed=window.allowed, hosts=self._hosts, stragglers=stragglers,
             least_share=self._least_share,
@@ -221,8 +235,7 @@ class CostPolicy:
             if self._ranker is None
             else self._ranker(offered, conditions, window, active)
         )
-        self.last = bounded(_worth_hiding(found, active), conditions)
-        return self._choose(window, conditions, active, stragglers, lost_s) if self.last else None
+        return bounded(_worth_hiding(found, active), conditions)
 
     def watch(self, window: Window, active: Plan) -> None:
         """Record slow and frozen ranks; also called while a switch is under way and nothing is decided."""
@@ -262,7 +275,7 @@ class CostPolicy:
             return self._going.reason
         if not active.plain:
             calm = f"; no rank is slow since step {self._calm_since}" if self._calm_since is not None else ""
-            return f"{active.reason or active.label}{calm}{self._was(active)}{self._kept(active)}"
+            return f"{active.reason or active.label}{calm}{self._was(active)}{self._kept()}"
         text = describe_stragglers(window, stragglers, self._freezes.freezing, self._slow_since.steps)
         if not stragglers or not self.last:
             return f"{text}: sync{self._held_back(window)}"
@@ -279,7 +292,7 @@ class CostPolicy:
         why = held or f", too little for a switch{short}"
         return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast{why}{self._beside_servers(active)}"
 
-    def _kept(self, active: Plan) -> str:
+    def _kept(self) -> str:
         """`; ps(1) at 3x as fast as sync, 90 % interval 1.5-3.7, is too uncertain to give up exact steps`, or empty."""
         if self._uncertain is None:
             return ""
