@@ -18,6 +18,8 @@ settings.load_profile("star")
 # Every lock of the package is compared with the order of `star_hvd.locks`, here and in the jobs that tests start.
 os.environ.setdefault("STAR_CHECK_LOCKS", "1")
 
+gc.disable()  # Until everything is imported.
+
 TESTS = Path(__file__).parent
 # Files whose jobs take longest come first, and the many short ones last: then all workers end together.
 FIRST = (
@@ -48,3 +50,4 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Let collections of garbage skip what was imported: they took a seventh of the unit tests' time."""
     gc.collect()
     gc.freeze()
+    gc.enable()

@@ -188,8 +188,10 @@ def _launch() -> None:
 
 if __name__ == "__main__":
     # torch imports the compiler with a process's first optimizer, which takes longer than all the other imports.
+    gc.disable()
     for module in ("star_hvd", "torch._dynamo", "horovod.runner.launch"):
         importlib.import_module(module)
+    gc.enable()
     gc.collect()
     gc.freeze()  # Lets a rank's collections skip what it inherited: `star_hvd` collects with every new optimizer.
     _run(serve(sys.argv[1]))
