@@ -80,8 +80,10 @@ def test_the_choice_is_explained_on_rank_0_only(tmp_path: Path, policy: str) -> 
     job = _run(tmp_path, "", STAR_RUN_LOG="0", STAR_POLICY=policy)
     first, last = job.results[0]["said"]
     assert first.startswith("step ") and "sync" in first
-    # The slow rank, as a rule; but on a busy machine another may be slower, or the guard of accuracy has acted.
-    assert last.startswith("step ") and any(word in last for word in ("rank", "nobody", "loss", "noise")), last
+    # The slow rank, as a rule; but on a busy machine another may be slower, the guard of accuracy has acted, or a plan
+    # was left again, since it was not as fast as predicted.
+    words = ("rank", "nobody", "loss", "noise", "predicted")
+    assert last.startswith("step ") and any(word in last for word in words), last
     for rank in (1, 2):
         assert job.results[rank]["said"] == [f"only rank 0 can explain; this is rank {rank}"] * 2
     assert not (tmp_path / "runs").exists(), "a log that is switched off leaves nothing"
