@@ -71,9 +71,15 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
         self._do_behind_step(self._check_host_updates, replaces=False)
 
     def _do_behind_step(self, task: Callable[[], None], *, replaces: bool) -> None:
-        """Call `task` now, or inside a step of micro-batches behind it; one that `replaces` includes any other."""
+        """Call `task` now, or inside a step of micro-batches behind it; one that `replaces` includes any other.
+
+        One of a step that the loop has left is called before the next: the other ranks have made it.
+        """
         running = runtime.current()
-        if running is None or not running.inside_step:
+        if running is None:
+            task()
+        elif not running.inside_step:
+            running.end_step_of_parts()
             task()
         elif replaces or running.behind_step is None:
             running.behind_step = task

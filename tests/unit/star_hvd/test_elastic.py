@@ -1,0 +1,69 @@
+"""Commits inside a step of micro-batches: each is made once, behind the step, in the order of the other ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from horovod.torch import elastic as horovod_elastic
+
+from star_hvd import elastic
+from star_hvd.runtime import runtime
+
+
+class Running:
+    """The part of a runtime that knows where in a step the loop is."""
+
+    end_step_of_parts = runtime.Runtime.end_step_of_parts
+
+    def __init__(self) -> None:
+        self.drivers: dict[int, Any] = {}
+        self.inside_step = False
+        self.behind_step: Any = None
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Running:
+    made = Running()
+    monkeypatch.setattr(runtime, "current", lambda: made)
+    return made
+
+
+@pytest.fixture
+def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What Horovod's state was asked for."""
+    found: list[str] = []
+    monkeypatch.setattr(horovod_elastic.TorchState, "save", lambda self: found.append("save"))
+    monkeypatch.setattr(horovod_elastic.TorchState, "check_host_updates", lambda self: found.append("check"))
+    return found
+
+
+def _state() -> elastic.TorchState:
+    return elastic.TorchState.__new__(elastic.TorchState)
+
+
+def test_outside_a_step_a_commit_is_made_at_once(running: Running, done: list[str]) -> None:
+    _state().commit()
+    assert done == ["save", "check"] and running.behind_step is None
+
+
+def test_inside_a_step_it_is_made_behind_it_and_once(running: Running, done: list[str]) -> None:
+    state = _state()
+    running.inside_step = True
+    state.check_host_updates()
+    state.commit()
+    state.check_host_updates()  # Part of the commit.
+    assert done == []
+    running.inside_step = False
+    running.end_step_of_parts()
+    running.end_step_of_parts()
+    assert done == ["save", "check"]
+
+
+def test_that_of_a_step_that_was_left_comes_before_the_next(running: Running, done: list[str]) -> None:
+    state = _state()
+    running.inside_step = True
+    state.commit()
+    running.inside_step = False  # The loop has ended early; the other ranks wait in their first commit.
+    state.commit()
+    assert done == ["save", "check"] * 2 and running.behind_step is None
