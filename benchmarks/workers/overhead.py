@@ -19,6 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from benchmarks.lab.cycles import set_cycles
 from benchmarks.lab.networks import NETWORKS, layer_costs, make_network
 from benchmarks.lab.spec import write_json
 from benchmarks.lab.tasks import SlowSamples, load_task
@@ -39,6 +40,7 @@ class Side:
 
     model: nn.Module
     optimizer: Any
+    plain: bool
 
     def step(self, x: torch.Tensor, y: torch.Tensor, work_s: float = 0.0) -> None:
         """Make one training step.
@@ -61,7 +63,7 @@ def make_side(hvd: Any, dataset: str, place: torch.device = CPU, network: str = 
     model = make_network(dataset, network=network).to(place)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
-    return Side(model=model, optimizer=wrapped)
+    return Side(model=model, optimizer=wrapped, plain=hvd.__name__.startswith("horovod"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,7 +102,7 @@ def alternate(
             clock.tick()
         return clock.steps_s()[SKIPPED_STEPS:]
 
-    return in_turns(args.blocks, list(sides), block, rank)
+    return in_turns(args.blocks, sides, block, rank)
 
 
 def spend_device_time(args: argparse.Namespace, sides: Mapping[str, Side], x: torch.Tensor) -> None:
@@ -115,12 +117,13 @@ def spend_device_time(args: argparse.Namespace, sides: Mapping[str, Side], x: to
 
 
 def in_turns(
-    blocks: int, names: list[str], block: Callable[[str, int], list[float]], rank: int
+    blocks: int, sides: Mapping[str, Side], block: Callable[[str, int], list[float]], rank: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """Run `blocks` blocks per name, alternating; return step times and end of each."""
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+    """Run `blocks` blocks per side, alternating; return step times and end of each."""
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for index in range(blocks):
-        for name in names if index % 2 == 0 else reversed(names):
+        for name in list(sides) if index % 2 == 0 else reversed(sides):
+            set_cycles(sides[name].plain)
             times_s = block(name, index)
             found[name].append({"ended_unix_s": time.time(), "times_s": times_s})
         if rank == 0:
@@ -158,7 +161,7 @@ def alternate_epochs(args: argparse.Namespace, sides: Mapping[str, Side], hvd: A
 
     for name in sides:
         block(name, 0)
-    return in_turns(args.blocks, list(sides), block, rank)
+    return in_turns(args.blocks, sides, block, rank)
 
 
 class Repeated(Dataset[Any]):

@@ -50,6 +50,14 @@ def test_a_cycle_begins_when_somebody_waits_for_it() -> None:
         assert facts["hurried_s"] < 0.5 * facts["usual_s"], facts
 
 
+def test_horovods_thread_sleeps_while_there_is_nothing_to_do_and_a_tensor_wakes_it() -> None:
+    """With cycles of a minute while idle, ten reductions would take ten minutes if nobody woke the threads."""
+    for facts in run_job("tests.multiproc.idle_job", ranks=3, fresh=True).check().results:
+        assert facts["patched"], "patch 0016 is missing in this build of Horovod"
+        assert facts["asleep"] < 0.2 * facts["usual"] and facts["star_hvd"] < 0.6 * facts["usual"], facts
+        assert facts["took_s"] < 30.0, facts
+
+
 def test_credentials_reach_ranks_and_no_command_line() -> None:
     env = {"MLFLOW_TRACKING_PASSWORD": "correct-horse-7319"}
     result = run_job("tests.multiproc.credentials_job", ranks=2, env=env, fresh=True, timeout_s=200.0).check()

@@ -91,6 +91,7 @@ void Changer(int changes, std::atomic<int>& set, std::atomic<int>& done, Counts&
       return;
     }
     ++counts.made;
+    horovod_set_idle_cycle_ms(2 * (done % 3));
     set = id;
     std::this_thread::sleep_for(std::chrono::microseconds(500));
     // Those who use it learn of the removal only now and then.
