@@ -13,8 +13,8 @@ from star_hvd.errors import DeadlineError
 __all__ = ["IDLE_CYCLE_MS", "Collective", "HorovodCollective", "poll_for", "set_idle_cycle", "wait_all"]
 
 IDLE_CYCLE_MS = 5.0
-"""Longest sleep of Horovod's thread while its rank has nothing submitted: a fifth of the usual idle negotiations. A tensor
-ends it; only a shutdown is noticed so much later.
+"""Longest sleep of Horovod's thread while its rank has nothing submitted: a fifth of the usual idle negotiations. A
+tensor ends it; only a shutdown is noticed so much later.
 """
 
 
