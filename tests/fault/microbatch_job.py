@@ -17,7 +17,7 @@ import torch
 
 import star_hvd as hvd
 from star_hvd.errors import RankLostError
-from tests.multiproc.shares_job import CLIP, SAMPLES, _data, _net, _vector
+from tests.multiproc.shares_job import CLIP, SAMPLES, make_dataset, make_net, vector_of
 from tests.support.launch import write_result
 
 __all__ = ["COMMITS_AT", "SAMPLES", "sgd"]
@@ -39,13 +39,13 @@ class Training:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.net = _net()
+        self.net = make_net()
         # So few samples in a pass that every rank needs several for its share of a step.
         config = hvd.Config(max_batch=BATCH // PARTS)
         self.optimizer = hvd.DistributedOptimizer(
             sgd(self.net), self.net.named_parameters(), mode="sync(steal)", max_grad_norm=CLIP, config=config
         )
-        self.loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS, num_workers=1)
+        self.loader = hvd.shard(make_dataset(), batch_size=BATCH, seed=11, microbatches=PARTS, num_workers=1)
         self.world = "first" if int(hvd.size()) == 4 else "second"
         self.notes = (folder / f"{self.world}-{os.getpid()}.txt").open("w", buffering=1)
         self.sums = (folder / f"{self.world}-{os.getpid()}.sums").open("w", buffering=1)
@@ -60,10 +60,10 @@ class Training:
 
     def stepped(self, epoch: int, step: int) -> None:
         """Note what the parameters are behind a step, for whoever looks for a step that went wrong."""
-        self.sums.write(f"{self.world} {epoch} {step} {float(_vector(self.net).double().sum())!r}\n")
+        self.sums.write(f"{self.world} {epoch} {step} {float(vector_of(self.net).double().sum())!r}\n")
 
     def report(self, **facts: Any) -> None:
-        write_result({"size": int(hvd.size()), "params": _vector(self.net).tolist(), **facts})
+        write_result({"size": int(hvd.size()), "params": vector_of(self.net).tolist(), **facts})
 
 
 def killed(folder: Path, *, inside: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.fault.microbatch_job import COMMITS_AT, EPOCHS, SAMPLES, sgd
-from tests.multiproc.shares_job import CLIP, _data, _net, _vector
+from tests.multiproc.shares_job import CLIP, make_dataset, make_net, vector_of
 from tests.support.elastic import ELASTIC_LIMIT_S, run_elastic, two_survive
 from tests.support.launch import run_job
 
@@ -21,7 +21,7 @@ def _reference(taken: list[list[list[int]]]) -> tuple[torch.Tensor, list[float]]
     """One process with the batch that the ranks had together in every step; also the sum of its parameters behind each.
     """
     sums = []
-    net, data = _net(), _data()
+    net, data = make_net(), make_dataset()
     optimizer = sgd(net)
     for numbers in (numbers for epoch in taken for numbers in epoch):
         inputs, wanted, _ = data[numbers]
@@ -29,8 +29,8 @@ def _reference(taken: list[list[list[int]]]) -> tuple[torch.Tensor, list[float]]
         torch.nn.functional.mse_loss(net(inputs), wanted).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
         optimizer.step()
-        sums.append(float(_vector(net).double().sum()))
-    return _vector(net), sums
+        sums.append(float(vector_of(net).double().sum()))
+    return vector_of(net), sums
 
 
 def _first_wrong(folder: Path, sums: dict[tuple[int, int], float], at: int) -> list[str]:

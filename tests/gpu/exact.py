@@ -17,7 +17,20 @@ import torch
 import star_hvd as hvd
 from scheduler.transmission.wire import FORMS
 from star_hvd.compression.lossy_wire import LossyWire
-from tests.gpu.job import FAST_MS, LR, NUMEL, SLOW_MS, Facts, SlowBackward, Spin, _batches, _net, device, digest, main
+from tests.gpu.job import (
+    FAST_MS,
+    LR,
+    NUMEL,
+    SLOW_MS,
+    Facts,
+    SlowBackward,
+    Spin,
+    device,
+    digest,
+    made_batches,
+    main,
+    make_net,
+)
 from tests.multiproc.compression_job import lossy_optimizer
 from tests.support.inside import inside
 
@@ -147,7 +160,7 @@ def lossy(form: str) -> Facts:
 def _trained(side: str, name: str, make: Callable[..., torch.optim.Optimizer], **how: Any) -> list[torch.Tensor]:
     """A network after 40 steps; `how`: memory format, and type of autocast with a GradScaler for float16."""
     layout, dtype = how.get("layout", torch.contiguous_format), how.get("dtype")
-    net = _net().to(memory_format=layout)
+    net = make_net().to(memory_format=layout)
     named = [(f"{name}.{side}.{key}", param) for key, param in net.named_parameters()]
     by_hand = layout != torch.contiguous_format and side != "star"  # Horovod reduces contiguous tensors alone.
     optimizer: Any = make(net.parameters())
@@ -156,7 +169,7 @@ def _trained(side: str, name: str, make: Callable[..., torch.optim.Optimizer], *
     elif not by_hand:
         optimizer = horovod.DistributedOptimizer(optimizer, named_parameters=named)
     scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-    for inputs, labels in _batches(40):
+    for inputs, labels in made_batches(40):
         optimizer.zero_grad()
         with torch.autocast("cuda", dtype=dtype) if dtype else contextlib.nullcontext():
             loss = torch.nn.functional.cross_entropy(net(inputs.to(memory_format=layout)), labels)

@@ -183,7 +183,7 @@ def switching(seed: str) -> Facts:
 # ---- against plain Horovod ----------------------------------------------------------------------------------------
 
 
-def _net(seed: int = 0) -> torch.nn.Module:
+def make_net(seed: int = 0) -> torch.nn.Module:
     torch.manual_seed(seed)
     layers = (
         torch.nn.Conv2d(3, 16, 3, padding=1),
@@ -199,7 +199,7 @@ def _net(seed: int = 0) -> torch.nn.Module:
     return torch.nn.Sequential(*layers).to(device())
 
 
-def _batches(count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def made_batches(count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for step in range(count):
         generator = torch.Generator().manual_seed(1000 * RANK + step)
         inputs = torch.randn(16, 3, 16, 16, generator=generator)
@@ -207,11 +207,11 @@ def _batches(count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _trained(library: Any, side: str, make: Callable[[Any], torch.optim.Optimizer], steps: int) -> list[torch.Tensor]:
-    net = _net()
+    net = make_net()
     extra = {"mode": "sync"} if library is hvd else {}
     named = [(f"{side}.{name}", param) for name, param in net.named_parameters()]
     optimizer = library.DistributedOptimizer(make(net.parameters()), named_parameters=named, **extra)
-    for inputs, labels in _batches(steps):
+    for inputs, labels in made_batches(steps):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(net(inputs), labels).backward()
         optimizer.step()
@@ -240,13 +240,13 @@ def equal(kind: str) -> Facts:
 
 def fetched(kind: str) -> Facts:
     """A rank that is behind fetches the optimizer's state, and goes on with it: `manual` steps cannot be replayed."""
-    net = _net()
+    net = make_net()
     options = {"fused": {"fused": True}, "capturable": {"capturable": True}, "plain": {}}[kind]
     inner = torch.optim.AdamW(net.parameters(), lr=1e-3, **options)
     named = [(f"fetched.{name}", param) for name, param in net.named_parameters()]
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, mode="partial(3)")
     spin, limit_s = Spin(), time.monotonic() + 60.0
-    for number, (inputs, labels) in enumerate(_batches(4000)):
+    for number, (inputs, labels) in enumerate(made_batches(4000)):
         optimizer.zero_grad()
         spin(SLOW_MS if int(hvd.size()) - 1 == RANK else FAST_MS)
         torch.nn.functional.cross_entropy(net(inputs), labels).backward()

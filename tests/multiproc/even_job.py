@@ -10,7 +10,7 @@ import torch
 from horovod.torch import mpi_ops
 
 import star_hvd as hvd
-from tests.multiproc.shares_job import _data, _net
+from tests.multiproc.shares_job import make_dataset, make_net
 from tests.support.launch import write_result
 
 BATCH = 19
@@ -18,7 +18,7 @@ BATCH = 19
 
 def _train(net: torch.nn.Module, *optimizers: Any, samples: int = 995, batch: int = BATCH) -> dict[str, Any]:
     """Two epochs, of which neither divides evenly."""
-    data = torch.utils.data.Subset(_data(), range(samples))
+    data = torch.utils.data.Subset(make_dataset(), range(samples))
     loader = hvd.shard(data, batch_size=batch, seed=11)
     taken: list[list[list[int]]] = []
     for _ in range(2):
@@ -57,7 +57,7 @@ class _Table(torch.nn.Module):
         super().__init__()
         torch.manual_seed(7)
         self.table = torch.nn.Embedding(5, 6, sparse=True)
-        self.rest = _net()
+        self.rest = make_net()
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.rest(inputs + self.table((inputs[:, 0] > 0).long()).double())
@@ -95,30 +95,30 @@ def short() -> dict[str, Any]:
 
 def normalized() -> dict[str, Any]:
     """`SyncBatchNorm`, which meets all ranks within a forward pass."""
-    net = torch.nn.Sequential(_Meets(6), _net())
+    net = torch.nn.Sequential(_Meets(6), make_net())
     return _train(net, _optimizer(net.parameters(), mode="sync"))
 
 
 def beside() -> dict[str, Any]:
     """An optimizer that reduces as Horovod does, without weights, beside one for which batch shares are asked for."""
-    net = _net()
+    net = make_net()
     last = list(net[2].parameters())
     return _train(net, _optimizer(net[0].parameters(), mode="sync(24,12,16,24)"), _optimizer(last, groups=1))
 
 
 def native() -> dict[str, Any]:
     """An optimizer that reduces as Horovod does, alone; the last step of an epoch has not a batch for every rank."""
-    net = _net()
+    net = make_net()
     return _train(net, _optimizer(net.parameters(), groups=1), samples=12 * 4 * BATCH + BATCH + 3)
 
 
 def native_later() -> dict[str, Any]:
     """The same, with an epoch of the loader before there is an optimizer, for statistics of the data for example."""
-    data = torch.utils.data.Subset(_data(), range(12 * 4 * BATCH + BATCH + 3))
+    data = torch.utils.data.Subset(make_dataset(), range(12 * 4 * BATCH + BATCH + 3))
     loader = hvd.shard(data, batch_size=BATCH, seed=11)
     for _ in loader:
         pass
-    net = _net()
+    net = make_net()
     optimizer = _optimizer(net.parameters(), groups=1)
     batches = []
     for _ in range(2):
@@ -134,7 +134,7 @@ def native_later() -> dict[str, Any]:
 
 def native_few() -> dict[str, Any]:
     """The same where the last step would have two samples for four ranks."""
-    net = _net()
+    net = make_net()
     try:
         return _train(net, _optimizer(net.parameters(), groups=1), samples=3 * 4 * BATCH + 2)
     except hvd.StarError as error:

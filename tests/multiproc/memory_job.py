@@ -12,7 +12,7 @@ import torch
 
 import star_hvd as hvd
 from tests.multiproc import shares_job
-from tests.multiproc.shares_job import BATCH, CLIP, _adamw, _data, _facts, _reference, _vector
+from tests.multiproc.shares_job import BATCH, CLIP, adamw, make_dataset, reference_run, run_facts, vector_of
 from tests.support.launch import write_result
 
 SHORT = 1  # The rank whose memory is short.
@@ -54,8 +54,8 @@ def _compared(mode: str, epochs: int, fits: Callable[[str, int], bool], **option
     _Memory.fits = fits if hvd.rank() == SHORT else lambda _, size: True  # type: ignore[method-assign, assignment]
     net, slow, workers = _net(), options.pop("slow", -1), options.pop("workers", 0)
     clip = options.setdefault("max_grad_norm", CLIP)
-    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode=mode, **options)
-    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, num_workers=workers)
+    optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode=mode, **options)
+    loader = hvd.shard(make_dataset(), batch_size=BATCH, seed=11, num_workers=workers)
     behind: list[torch.Tensor] = []
     taken: list[list[list[list[int]]]] = []
     for _ in range(epochs):
@@ -68,15 +68,15 @@ def _compared(mode: str, epochs: int, fits: Callable[[str, int], bool], **option
                 time.sleep((4.0 if hvd.rank() == slow else 1.0) * 0.001 * len(numbers))
                 optimizer.step()
                 if optimizer.stepped:
-                    behind.append(_vector(net))
+                    behind.append(vector_of(net))
                     taken[-1].append([])
         assert not taken[-1].pop()
     everything = hvd.allgather_object(taken, name="taken")
     whole = [[[[i for part in step for i in part] for step in epoch] for epoch in rank] for rank in everything]
     shares_job.CLIP = math.inf if clip is None else clip
-    expected = _reference(whole)
-    vectors = hvd.allgather(_vector(net)[None], name="vectors")
-    return _facts(optimizer, behind, expected, whole) | {
+    expected = reference_run(whole)
+    vectors = hvd.allgather(vector_of(net)[None], name="vectors")
+    return run_facts(optimizer, behind, expected, whole) | {
         "parts": [[[len(part) for part in step] for step in epoch] for epoch in everything[SHORT]],
         "replicas": float((vectors - vectors[0]).abs().max()),
     }

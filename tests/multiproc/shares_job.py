@@ -16,13 +16,13 @@ SAMPLES, BATCH, SEED = 995, 19, 11  # 13 steps of 76 samples and one of 7.
 CLIP, DECAY, RATE = 0.05, 0.1, 0.01
 
 
-def _data() -> torch.utils.data.TensorDataset:
+def make_dataset() -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randn(SAMPLES, 6, generator=generator, dtype=torch.float64)
     return torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True).sin(), torch.arange(SAMPLES))
 
 
-def _net(*, batch_norm: bool = False) -> torch.nn.Module:
+def make_net(*, batch_norm: bool = False) -> torch.nn.Module:
     torch.manual_seed(7)
     layers: list[torch.nn.Module] = [torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)]
     if batch_norm:
@@ -30,11 +30,11 @@ def _net(*, batch_norm: bool = False) -> torch.nn.Module:
     return torch.nn.Sequential(*layers).double()
 
 
-def _adamw(net: torch.nn.Module) -> torch.optim.AdamW:
+def adamw(net: torch.nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), lr=RATE, weight_decay=DECAY)
 
 
-def _vector(net: torch.nn.Module) -> torch.Tensor:
+def vector_of(net: torch.nn.Module) -> torch.Tensor:
     return torch.nn.utils.parameters_to_vector(net.parameters()).detach().clone()
 
 
@@ -50,10 +50,10 @@ def _train(
     **options: Any,
 ) -> Any:
     """What every rank had in each step, by epoch; and the parameters behind each step."""
-    net = _net() if net is None else net
+    net = make_net() if net is None else net
     scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler
-    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
-    loader = hvd.shard(_data(), batch_size=BATCH, seed=SEED, num_workers=workers, drop_last=drop_last)
+    optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
+    loader = hvd.shard(make_dataset(), batch_size=BATCH, seed=SEED, num_workers=workers, drop_last=drop_last)
     behind: list[torch.Tensor] = []
     taken: list[list[list[int]]] = []
     for epoch in range(epochs):
@@ -65,15 +65,15 @@ def _train(
             time.sleep(factor * (0.002 + 0.001 * len(numbers)))
             scaler.step(optimizer)
             scaler.update()
-            behind.append(_vector(net))
+            behind.append(vector_of(net))
             taken[-1].append(numbers.tolist())
     return optimizer, behind, taken
 
 
-def _reference(taken: list[list[list[list[int]]]]) -> list[torch.Tensor]:
+def reference_run(taken: list[list[list[list[int]]]]) -> list[torch.Tensor]:
     """One process with the batch that the ranks had together in every step."""
-    net, data = _net(), _data()
-    optimizer, behind = _adamw(net), []
+    net, data = make_net(), make_dataset()
+    optimizer, behind = adamw(net), []
     for epoch in range(len(taken[0])):
         for step in range(max(len(rank[epoch]) for rank in taken)):
             numbers = [i for rank in taken for i in (rank[epoch][step] if step < len(rank[epoch]) else [])]
@@ -82,7 +82,7 @@ def _reference(taken: list[list[list[list[int]]]]) -> list[torch.Tensor]:
             torch.nn.functional.mse_loss(net(inputs), wanted).backward()
             torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
             optimizer.step()
-            behind.append(_vector(net))
+            behind.append(vector_of(net))
     return behind
 
 
@@ -99,7 +99,7 @@ def _in_rows(taken: list[list[list[list[int]]]]) -> list[bool]:
     return found
 
 
-def _facts(
+def run_facts(
     optimizer: Any, behind: list[torch.Tensor], expected: list[torch.Tensor], taken: list[list[list[list[int]]]]
 ) -> dict[str, Any]:
     """How ranks trained, beside one process.
@@ -149,8 +149,8 @@ def check(results: list[dict[str, Any]]) -> None:
 def _compared(mode: str, epochs: int, slow: float, **options: Any) -> dict[str, Any]:
     optimizer, behind, own = _train(mode, epochs, slow=slow, **options)
     taken = hvd.allgather_object(own, name="taken")
-    expected = _reference(taken)
-    return _facts(optimizer, behind, expected, taken)
+    expected = reference_run(taken)
+    return run_facts(optimizer, behind, expected, taken)
 
 
 def exact() -> dict[str, Any]:
@@ -180,8 +180,8 @@ def scaled() -> dict[str, Any]:
 
 def explained(mode: str, word: str) -> dict[str, Any]:
     """Train in a mode, without `shard`, until the explanation has `word`."""
-    net = _net()
-    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode=mode)
+    net = make_net()
+    optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode=mode)
     text = ""
     for _ in range(2000):
         optimizer.zero_grad()
@@ -225,7 +225,7 @@ def normalized() -> dict[str, Any]:
 
     logging.getLogger("star_hvd").addHandler(Listener())
     # Without the rest, of which a rank would get one sample: too few for batch normalization.
-    _train("sync(22,16,16,22)", 3, net=_net(batch_norm=True), drop_last=True)
+    _train("sync(22,16,16,22)", 3, net=make_net(batch_norm=True), drop_last=True)
     return {"warnings": [text for text in warnings if "batch normalization" in text]}
 
 

@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 import star_hvd as hvd
-from tests.multiproc.shares_job import CLIP, _adamw, _data, _facts, _net, _reference, _vector, explained
+from tests.multiproc.shares_job import (
+    CLIP,
+    adamw,
+    explained,
+    make_dataset,
+    make_net,
+    reference_run,
+    run_facts,
+    vector_of,
+)
 from tests.support.launch import write_result
 
 BATCH, PARTS, RANKS = 20, 4, 4  # 12 steps of 80 samples and one of 35.
@@ -23,10 +32,10 @@ def _train(
 
     A slow rank, rank 2, takes so many times as long; at half of the epochs it is another one.
     """
-    net, options = _net(), {name: value for name, value in given.items() if name == "accuracy"}
-    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
+    net, options = make_net(), {name: value for name, value in given.items() if name == "accuracy"}
+    optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
     loading = {name: value for name, value in given.items() if name != "accuracy"}
-    loader = hvd.shard(_data(), batch_size=batch, seed=11, microbatches=parts, **loading)
+    loader = hvd.shard(make_dataset(), batch_size=batch, seed=11, microbatches=parts, **loading)
     behind: list[torch.Tensor] = []
     taken: list[list[list[list[int]]]] = []
     for epoch in range(epochs):
@@ -41,7 +50,7 @@ def _train(
             time.sleep((SLOW if late else 1.0) * 0.001 * len(numbers))
             optimizer.step()
             if optimizer.stepped:
-                behind.append(_vector(net))
+                behind.append(vector_of(net))
                 taken[-1].append([])
         assert not taken[-1].pop()
     return optimizer, behind, taken
@@ -51,8 +60,8 @@ def _compared(mode: str, epochs: int, **options: Any) -> dict[str, Any]:
     optimizer, behind, own = _train(mode, epochs, **options)
     taken = hvd.allgather_object(own, name="taken")
     whole = [[[[i for part in step for i in part] for step in epoch] for epoch in rank] for rank in taken]
-    expected = _reference(whole)
-    return _facts(optimizer, behind, expected, whole) | {
+    expected = reference_run(whole)
+    return run_facts(optimizer, behind, expected, whole) | {
         "parts": [[[len(step) for step in epoch] for epoch in rank] for rank in taken],
         "own": [[[sum(map(len, step)) for step in epoch] for epoch in rank] for rank in taken],
         "most": max(len(part) for rank in taken for epoch in rank for step in epoch for part in step),
@@ -86,7 +95,7 @@ def short() -> dict[str, Any]:
     optimizer, behind, own = _train("sync(steal)", 3, batch=31)
     taken = hvd.allgather_object(own, name="taken")
     whole = [[[[i for part in step for i in part] for step in epoch] for epoch in rank] for rank in taken]
-    last, expected = optimizer.param_groups[0]["params"], _reference(whole)[-1]
+    last, expected = optimizer.param_groups[0]["params"], reference_run(whole)[-1]
     vector = torch.nn.utils.parameters_to_vector(last).detach()
     return {
         "error": float((vector - expected).abs().max() / expected.abs().max()),
@@ -102,9 +111,9 @@ def auto() -> dict[str, Any]:
 
 def weighed() -> dict[str, Any]:
     """A loss that is a mean over tokens, of which samples have different numbers."""
-    net = _net()
-    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode="sync(steal)", max_grad_norm=CLIP)
-    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS)
+    net = make_net()
+    optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode="sync(steal)", max_grad_norm=CLIP)
+    loader = hvd.shard(make_dataset(), batch_size=BATCH, seed=11, microbatches=PARTS)
     taken: list[list[int]] = [[]]
     for inputs, wanted, numbers in loader:
         optimizer.zero_grad()
@@ -117,27 +126,27 @@ def weighed() -> dict[str, Any]:
         taken[-1] += numbers.tolist()
         if optimizer.stepped:
             taken.append([])
-    everything, other = hvd.allgather_object(taken, name="taken"), _net()
-    reference = _adamw(other)
+    everything, other = hvd.allgather_object(taken, name="taken"), make_net()
+    reference = adamw(other)
     for step in range(max(map(len, everything))):
         numbers = [i for rank in everything if step < len(rank) for i in rank[step]]
         if not numbers:
             continue
-        inputs, wanted, _ = _data()[numbers]
+        inputs, wanted, _ = make_dataset()[numbers]
         tokens = torch.tensor(numbers) % 5 + 1
         reference.zero_grad()
         (((other(inputs) - wanted).square().squeeze(1) * tokens).sum() / tokens.sum()).backward()
         torch.nn.utils.clip_grad_norm_(other.parameters(), CLIP)
         reference.step()
-    a, b = _vector(net), _vector(other)
+    a, b = vector_of(net), vector_of(other)
     return {"error": float((a - b).abs().max() / b.abs().max()), "steps": optimizer.stats()["steps"]}
 
 
 def by_hand() -> dict[str, Any]:
     """The gradient clipped by hand behind `synchronize`, the norm of each step's mean seen, in two orders of calls."""
-    net = _net()
-    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode="sync(steal)")
-    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS)
+    net = make_net()
+    optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode="sync(steal)")
+    loader = hvd.shard(make_dataset(), batch_size=BATCH, seed=11, microbatches=PARTS)
     taken: list[list[int]] = [[]]
     norms = []
     for inputs, wanted, numbers in loader:
@@ -152,8 +161,8 @@ def by_hand() -> dict[str, Any]:
         if optimizer.stepped:
             taken.append([])
     everything = hvd.allgather_object([taken[:-1]], name="taken")
-    wanted_vector = _reference([[[list(step) for step in epoch] for epoch in rank] for rank in everything])[-1]
-    error = float((_vector(net) - wanted_vector).abs().max() / wanted_vector.abs().max())
+    wanted_vector = reference_run([[[list(step) for step in epoch] for epoch in rank] for rank in everything])[-1]
+    error = float((vector_of(net) - wanted_vector).abs().max() / wanted_vector.abs().max())
     return {"error": error, "norms": norms}
 
 
@@ -183,9 +192,9 @@ def wrong() -> dict[str, Any]:
 
 def left() -> dict[str, Any]:
     """Rank 1 leaves its loop in the first step of every epoch; the others compute what it has not begun."""
-    net = _net()
-    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode="sync(steal)")
-    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS)
+    net = make_net()
+    optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode="sync(steal)")
+    loader = hvd.shard(make_dataset(), batch_size=BATCH, seed=11, microbatches=PARTS)
     taken: list[int] = []
     for inputs, wanted, numbers in loader:
         taken += numbers.tolist()
@@ -199,9 +208,9 @@ def left() -> dict[str, Any]:
 
 def left_inside() -> dict[str, Any]:
     """Rank 1 leaves its loop behind the first of its four micro-batches of a step; it has reserved the second then."""
-    net = _net()
-    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode="sync")
-    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS)
+    net = make_net()
+    optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode="sync")
+    loader = hvd.shard(make_dataset(), batch_size=BATCH, seed=11, microbatches=PARTS)
     taken: list[int] = []
     for inputs, wanted, numbers in loader:
         taken += numbers.tolist()
@@ -215,9 +224,9 @@ def left_inside() -> dict[str, Any]:
 
 def resumed() -> dict[str, Any]:
     """An epoch goes on behind a checkpoint in its middle, with another loader."""
-    net = _net()
-    optimizer = hvd.DistributedOptimizer(_adamw(net), net.named_parameters(), mode="sync(steal)")
-    loader = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS)
+    net = make_net()
+    optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode="sync(steal)")
+    loader = hvd.shard(make_dataset(), batch_size=BATCH, seed=11, microbatches=PARTS)
     taken: list[int] = []
     state: Any = None
     step: list[int] = []
@@ -232,7 +241,7 @@ def resumed() -> dict[str, Any]:
                 state = loader.state_dict()
                 break
     hvd.barrier()
-    again = hvd.shard(_data(), batch_size=BATCH, seed=11, microbatches=PARTS)
+    again = hvd.shard(make_dataset(), batch_size=BATCH, seed=11, microbatches=PARTS)
     again.load_state_dict(state)
     for inputs, wanted, numbers in again:
         taken += numbers.tolist()

@@ -54,7 +54,7 @@ def _line_twice(text: str, draw: random.Random) -> str:
     return "\n".join(lines[: at + 1] + lines[at:])
 
 
-def _number(text: str, draw: random.Random) -> str:
+def other_number(text: str, draw: random.Random) -> str:
     """Replace a number in a line of numbers; in half of the cases by one of equal length, so that sizes still match."""
     lines = text.split("\n")
     name = draw.choice(("left_child", "right_child", "split_feature", "num_leaves", "decision_type", "tree_sizes",
@@ -86,8 +86,8 @@ _KINDS = {
     "a byte": _byte,
     "a line less": _without_line,
     "a line twice": _line_twice,
-    "a number": _number,
-    "another number": _number,
+    "a number": other_number,
+    "another number": other_number,
     "two lines swapped": _swapped,
     "cut": _cut,
 }

@@ -112,7 +112,7 @@ def _folder(draw: random.Random) -> bytes:
 _scratch: list[Path] = []
 
 
-def _place() -> Path:
+def scratch_folder() -> Path:
     """A folder that is used again by every input."""
     if not _scratch:
         memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
@@ -125,7 +125,7 @@ def _place() -> Path:
 
 
 def _read_folder(data: bytes) -> None:
-    folder = _place()
+    folder = scratch_folder()
     for name, content in msgpack.unpackb(data).items():
         (folder / name).write_bytes(content)
     for _, event in read_events(folder / "events.jsonl"):

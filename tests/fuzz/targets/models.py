@@ -14,8 +14,8 @@ from scheduler.learning.features import FEATURES
 from scheduler.learning.predictor import SHIPPED, ModelError, _about
 from tests.fuzz.mutate import damaged, damaged_bytes
 from tests.fuzz.run import Target
-from tests.fuzz.targets.logs import _place
-from tests.support.model_edits import _number
+from tests.fuzz.targets.logs import scratch_folder
+from tests.support.model_edits import other_number
 
 _TREES = 2
 
@@ -32,7 +32,7 @@ def _text() -> str:
 
 def _head(draw: random.Random) -> bytes:
     if draw.random() < 0.5:
-        return _number(_text(), draw).encode("latin-1", errors="replace")
+        return other_number(_text(), draw).encode("latin-1", errors="replace")
     return damaged_bytes(_text().encode(), draw)
 
 
@@ -51,7 +51,7 @@ def _json(draw: random.Random) -> bytes:
 
 
 def _read_json(data: bytes) -> None:
-    folder: Path = _place()
+    folder: Path = scratch_folder()
     (folder / "model.json").write_bytes(data)
     _about(folder)
 
