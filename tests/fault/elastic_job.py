@@ -13,14 +13,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from star_hvd.channel.link import Dealer
 from star_hvd.config import Config
 from star_hvd.errors import DeadlineError
-from star_hvd.ps.worker.connection import Line, Push
+from star_hvd.ps.common.wire import HEADER_BYTES, Kind, unpack
 from star_hvd.runtime import runtime
 from tests.support.launch import write_result
 
@@ -38,12 +39,15 @@ def lose_channel() -> None:
 def die_in_next_push() -> None:
     """Let the connection to the servers end this process between a push's announcement and its first part."""
 
-    def push(line: Line, given: Push) -> None:
-        line._announce(given)
-        time.sleep(0.5)  # It leaves meanwhile.
-        os.kill(os.getpid(), signal.SIGKILL)
+    send = Dealer.send
 
-    Line._send_push = push  # type: ignore[method-assign]
+    def watched(dealer: Dealer, frames: Sequence[Any]) -> None:
+        send(dealer, frames)
+        if len(frames[0]) == HEADER_BYTES and frames[0].startswith(b"STPS") and unpack(frames[0]).kind == Kind.PUSH:
+            time.sleep(0.5)  # It leaves meanwhile.
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Dealer.send = watched  # type: ignore[method-assign]
 
 
 FAULTS: dict[str, Callable[[], None]] = {

@@ -6,10 +6,12 @@ ps(1), of which a rank dies inside a backward pass, with half of its gradients o
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ import torch
 import star_hvd as hvd
 from star_hvd.errors import RankLostError
 from star_hvd.ps.owner.server_process import ServerProcess
+from star_hvd.runtime import server_sessions
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, await_marks, mark, marked
 
@@ -65,15 +68,15 @@ def _reference(numbers: list[int]) -> torch.Tensor:
 
 def server() -> None:
     """Every server that rank 0 starts dies at the next place of the list."""
-    configuration, left = ServerProcess._configuration, list(FAULTS)
 
-    def faulty(self: ServerProcess) -> dict[str, Any]:
-        fault = dict(left.pop(0)) if left else {"at": "", "update": 0}
-        if fault["at"] != "in_push":  # By the version of the parameters, not by the rank's own count of pushes.
-            fault["update"] += numbers.count(0)
-        return configuration(self) | {"faults": fault}
+    def faults() -> Iterator[dict[str, Any]]:
+        """Of one start after the other; the next one is made when a process starts."""
+        for fault in FAULTS:
+            # By the version of the parameters, not by the rank's own count of pushes.
+            early = numbers.count(0) if fault["at"] != "in_push" else 0
+            yield fault | {"update": fault["update"] + early}
 
-    setattr(ServerProcess, "_configuration", faulty)  # noqa: B010
+    setattr(server_sessions, "ServerProcess", functools.partial(ServerProcess, faults=faults()))  # noqa: B010
     net, numbers = _net(), list[int]()
     optimizer = hvd.DistributedOptimizer(_sgd(net), net.named_parameters(), mode="ps(4)", config=CONFIG)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import threading
 import time
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from scheduler.plan.plan import Plan
+from star_hvd.ps.common.pipe import Pipe
+from star_hvd.ps.owner import server_process
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, run_all
 
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(900)]
@@ -195,13 +198,15 @@ def test_a_server_other_than_the_first_that_dies_in_the_last_update_makes_it_all
     assert all(map(torch.equal, found[True], found[False]))
 
 
-def test_a_server_ends_with_its_owner_and_leaves_nothing_behind() -> None:
+def test_a_server_ends_with_its_owner_and_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    pipes: list[Pipe] = []
+    monkeypatch.setattr(server_process, "Pipe", lambda end: pipes.append(Pipe(end)) or pipes[-1])
     with cluster(Plan.ps(1, 1), processes=True) as made:
         process = psutil.Process(made.servers[0].pid)
         mapped = [item.path for item in process.memory_maps() if "star-ps" in item.path]
         assert mapped and not any(os.path.exists(path) for path in mapped), "the mirror has no name to be left behind"
-        pipe = made.servers[0]._pipe
-        assert pipe is not None
-        made.servers[0]._stopping = True
-        pipe._socket.shutdown(2)  # What the kernel does when the owner dies.
+        made.recovers = False
+        with socket.socket(fileno=os.dup(pipes[0].fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)  # What the kernel does when the owner dies.
         process.wait(120.0)
+        assert made.wait_event("died")["returncode"] == 0, "by itself"

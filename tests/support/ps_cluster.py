@@ -47,6 +47,7 @@ class _ThreadProcess:
     returncode: int | None = None
 
     def __init__(self, pipe: Pipe) -> None:
+        self._descriptor = pipe.fileno()
         self._thread = threading.Thread(target=self._run, args=(pipe,), daemon=True)
         self._thread.start()
 
@@ -66,28 +67,27 @@ class _ThreadProcess:
     def kill(self) -> None:
         raise AssertionError("a server in a thread cannot be killed")
 
+    def end(self) -> None:
+        """Let the server end as if its owner were gone; its owner takes that for a death."""
+        with socket.socket(fileno=os.dup(self._descriptor)) as end:
+            end.shutdown(socket.SHUT_RDWR)
+        self.wait(DEADLINE_S)
+
 
 class ThreadServer(ServerProcess):
-    """A server in a thread of this process: starts immediately and is visible in a debugger."""
+    """A server in a thread of this process: starts immediately and is visible in a debugger.
 
-    def _spawn(self, end: socket.socket, deadline_s: float) -> Any:
-        return _ThreadProcess(Pipe(end.dup()))
-
-
-class FaultyServer(ServerProcess):
-    """A server process that is killed by an injected fault at each start, including the first.
-
-    Args:
-        faults: Faults of consecutive starts, see `Shard`; later starts have none.
-        settings: Of `ServerProcess`.
+    Attributes:
+        processes: Everything that was started, the latest last.
     """
 
-    def __init__(self, *settings: Any, faults: Sequence[dict[str, Any]], **named: Any) -> None:
+    def __init__(self, *settings: Any, **named: Any) -> None:
         super().__init__(*settings, **named)
-        self._coming = list(faults)
+        self.processes: list[_ThreadProcess] = []
 
-    def _configuration(self) -> dict[str, Any]:
-        return super()._configuration() | {"faults": self._coming.pop(0) if self._coming else None}
+    def _spawn(self, end: socket.socket, deadline_s: float) -> Any:
+        self.processes.append(_ThreadProcess(Pipe(end.dup())))
+        return self.processes[-1]
 
 
 class Cluster:
@@ -99,7 +99,7 @@ class Cluster:
         optimizer: Makes the optimizer.
         shapes: Shapes of the parameters.
         processes: Whether servers are processes; these are restarted when they die.
-        faults: Per shard, the faults that kill its processes, see `FaultyServer`.
+        faults: Per shard, the faults that kill its processes, one per start; later starts have none.
         settings: Of `ServerProcess`.
         host: Address the servers listen on, or a folder for Unix sockets.
         chunk_bytes: Size of a chunk.
@@ -132,15 +132,10 @@ class Cluster:
         self.deaths = 0
         self.recovers = True
         kind: Any = ServerProcess if processes else ThreadServer
-        if faults is not None:
-            kind = FaultyServer
         self.servers: list[ServerProcess] = [
-            kind(
-                i, self.key, host, on_event=lambda e, i=i: self.note(i, e),
-                **({} if faults is None else {"faults": faults.get(i, [])}),
-            )
+            kind(i, self.key, host, on_event=lambda e, i=i: self.note(i, e), faults=(faults or {}).get(i, ()))
             for i in range(servers)
-        ]  # fmt: skip
+        ]
         self.endpoints: list[Endpoint] = []
         self.clients: list[Client] = []
         self._guards: list[threading.Thread] = []
@@ -211,9 +206,9 @@ class Cluster:
 
     def server_of(self, index: int) -> Server:
         """Return the server object of a shard that runs in a thread."""
-        process: Any = self.servers[index]._process
-        found: Server = process.server
-        return found
+        owner = self.servers[index]
+        assert isinstance(owner, ThreadServer), "a server in a process of its own cannot be looked into"
+        return owner.processes[-1].server
 
     def settled(self) -> None:
         """Wait until all dead servers have been restarted."""

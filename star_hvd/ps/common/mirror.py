@@ -62,6 +62,11 @@ class Mirror:
         """Size of the memory in bytes."""
         return os.fstat(self._fd).st_size
 
+    @property
+    def most_places(self) -> int:
+        """Number of regions of the record that has most; two suffice unless older ones are still being sent."""
+        return max((len(places) for places in self._places.values()), default=0)
+
     def write(self, entry: int, record: Record) -> Lent:
         """Replace a record; a reader sees the old one or the new one, never a mixture.
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +72,7 @@ class ServerProcess:
             (`reason`) or `died` (`returncode`); all but `died` name `optimizer_id`, `session` and the shard's `index`
             if they concern one. It must not block.
         mirror: Whether the server's state outlives it; without it `recover` starts from the seed.
-        faults: For tests, see `Shard`.
+        faults: For tests: those of one start after the other, see `Shard`; the next is taken when a process starts.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class ServerProcess:
         *,
         on_event: Callable[[Event], None] | None = None,
         mirror: bool = True,
-        faults: dict[str, Any] | None = None,
+        faults: Iterable[dict[str, Any]] = (),
     ) -> None:
         self._rank, self._key, self._host = rank, key, host
         self._on_event = on_event or (lambda event: None)
-        self._mirror, self._faults = mirror, faults
+        self._mirror, self._faults = mirror, iter(faults)
         # Guards the following; never held during a blocking call.
         self._changed = ordered_condition("ServerProcess._changed")
         self._opened: dict[tuple[int, int], _Opened] = {}
@@ -249,7 +249,6 @@ class ServerProcess:
 
     def _configuration(self) -> dict[str, Any]:
         """Return a new process's first message."""
-        faults, self._faults = self._faults, None  # Injected once.
         return {
             "rank": self._rank,
             "key": self._key.for_server(),
@@ -259,7 +258,7 @@ class ServerProcess:
             "threads": _THREADS,
             "io_threads": 1,
             "path": [path for path in sys.path if path],
-            "faults": faults,
+            "faults": next(self._faults, None),
         }
 
     def _spawn(self, end: socket.socket, deadline_s: float) -> ForkedServer:

@@ -113,6 +113,11 @@ class Primary:
         return self._memory.rule.version
 
     @property
+    def known_pushes(self) -> set[PushId]:
+        """The pushes of which parts have arrived at any shard and that have no result yet, as rank and step."""
+        return set(self._arrived)
+
+    @property
     def _absent(self) -> set[int]:
         """The ranks that no update waits for."""
         return self._memory.inactive | self._memory.silent

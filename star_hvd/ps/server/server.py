@@ -45,7 +45,7 @@ from star_hvd.ps.server.outbox import Outbox
 from star_hvd.ps.server.primary import Links, Primary
 from star_hvd.ps.server.shard import Outlet, Shard, ShardError
 
-__all__ = ["Server", "main", "serve"]
+__all__ = ["Job", "Server", "main", "serve"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -57,7 +57,7 @@ _FLUSH_S = 2.0  # Longest wait for the owner to read the last events.
 Key = tuple[int, int]
 
 
-class _Job(Outlet):
+class Job(Outlet):
     """One optimizer in one session on this server."""
 
     def __init__(self, server: Server, values: dict[str, Any], mirror: Mirror | None, recover: bool) -> None:
@@ -245,6 +245,10 @@ class Server:
     Args:
         pipe: The socket to the owner.
         config: The owner's first message.
+
+    Attributes:
+        jobs: The open optimizers, by optimizer and session.
+        malformed: Messages that were dropped because they were invalid.
     """
 
     def __init__(self, pipe: Pipe, config: dict[str, Any]) -> None:
@@ -256,8 +260,8 @@ class Server:
         self.outbox = Outbox(self.peers)
         self.malformed = 0
         self._pipe = pipe
-        self._jobs: dict[Key, _Job] = {}
-        self._links: dict[Dealer, _Job] = {}
+        self.jobs: dict[Key, Job] = {}
+        self._links: dict[Dealer, Job] = {}
         self._early = EarlyMessages()
         self._poller = zmq.Poller()
         self._poller.register(self.socket.router, zmq.POLLIN)
@@ -268,7 +272,7 @@ class Server:
         """Send an event to the owner; frequent ones are dropped if it does not keep up."""
         self._pipe.send(event, advisory=event["event"] in ("update", "drop", "pong"))
 
-    def add_link(self, link: Dealer, job: _Job) -> None:
+    def add_link(self, link: Dealer, job: Job) -> None:
         """Poll the connection to a job's primary."""
         self._links[link] = job
         link.register(self._poller)
@@ -297,7 +301,7 @@ class Server:
         for end in ends:
             if end.next_s <= time.monotonic():
                 end.tick()
-        primaries = [job.primary for job in self._jobs.values() if job.primary is not None]
+        primaries = [job.primary for job in self.jobs.values() if job.primary is not None]
         for primary in primaries:
             if primary.next_s <= time.monotonic():
                 primary.tick()
@@ -309,7 +313,7 @@ class Server:
 
     def close(self) -> None:
         """Close all sockets."""
-        for job in self._jobs.values():
+        for job in self.jobs.values():
             job.close()
         self.peers.bye()
         self.socket.close()
@@ -317,11 +321,11 @@ class Server:
 
     # ---- messages of workers and shards -------------------------------------------------------------------
 
-    def _drain(self, source: Router | Dealer, job: _Job | None) -> None:
+    def _drain(self, source: Router | Dealer, job: Job | None) -> None:
         for frames in source.receive(_BATCH):
             self._guarded(lambda frames=frames: self._received(job, frames))  # type: ignore[misc]
 
-    def _received(self, job: _Job | None, frames: list[Any] | ChannelError) -> None:
+    def _received(self, job: Job | None, frames: list[Any] | ChannelError) -> None:
         if isinstance(frames, ChannelError):
             raise frames
         if job is not None:
@@ -352,7 +356,7 @@ class Server:
             raise ChannelError(f"an order came from {identity!r}; expected orders from the primary only")
         if identity != expected:
             raise ChannelError(f"a message of sender {header.rank} came from {identity!r}; expected {expected!r}")
-        job = self._jobs.get(key)
+        job = self.jobs.get(key)
         if job is None:
             self._keep(key, frames)
             return
@@ -377,7 +381,7 @@ class Server:
         Raises:
             ChannelError: The session is over.
         """
-        newest = max((session for optimizer_id, session in self._jobs if optimizer_id == key[0]), default=-1)
+        newest = max((session for optimizer_id, session in self.jobs if optimizer_id == key[0]), default=-1)
         if key[1] <= newest:
             raise ChannelError(f"a message is for optimizer {key[0]}, session {key[1]}, which is over here")
         surplus = self._early.surplus(key)
@@ -414,10 +418,10 @@ class Server:
         if what == "open":
             self._open(message)
             return
-        sessions = [s for e, s in self._jobs if e == optimizer_id]
+        sessions = [s for e, s in self.jobs if e == optimizer_id]
         session = message.get("session")
         key = (optimizer_id, max(sessions, default=-1) if session is None else int(session))
-        job = self._jobs.get(key)
+        job = self.jobs.get(key)
         if job is None:
             if what not in ("close", "member"):  # Absent ranks are reported again once the session is open.
                 raise ChannelError(f"optimizer {optimizer_id} is not open here (session {key[1]})")
@@ -442,7 +446,7 @@ class Server:
                 job.primary.member(message["rank"], message["what"])
 
     def _end(self, key: Key) -> None:
-        self._jobs.pop(key).close()
+        self.jobs.pop(key).close()
         self.outbox.forget(session_prefix(b"W", *key))
         self.outbox.forget(session_prefix(b"S", *key))
         gc.collect()  # Its reference cycles hold descriptors and large buffers.
@@ -453,11 +457,11 @@ class Server:
         mirror = None
         if descriptor is not None:
             mirror = Mirror(descriptor, len(message["layout"]["chunks"]) + 1)
-        for old in sorted(each for each in self._jobs if each[0] == key[0])[:-1]:
+        for old in sorted(each for each in self.jobs if each[0] == key[0])[:-1]:
             self._end(old)
-        if key in self._jobs:
+        if key in self.jobs:
             raise ChannelError(f"optimizer {key[0]} is open here already in session {key[1]}")
-        self._jobs[key] = _Job(self, message, mirror, bool(message["recover"]))
+        self.jobs[key] = Job(self, message, mirror, bool(message["recover"]))
         early = self._early.pop(key)
         for old in self._early.older(key):
             self._drop_early(old)

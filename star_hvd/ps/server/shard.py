@@ -164,6 +164,11 @@ class Shard:
         """Number of the last order applied to the parameters of every chunk."""
         return min((store.seq for store in self.stores.values()), default=0)
 
+    @property
+    def known_pushes(self) -> dict[PushId, int]:
+        """The pushes that are remembered, by rank and step, with the number of their chunks that have arrived."""
+        return {push: len(chunks) for push, chunks in self._seen.items()}
+
     def _write(self, chunk: int) -> None:
         if self._mirror is not None:
             self.stores[chunk].mirrored = self._mirror.write(chunk + 1, self.stores[chunk].record())

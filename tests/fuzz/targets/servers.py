@@ -20,7 +20,7 @@ from star_hvd.ps.common.mirror import Mirror, new_memory
 from star_hvd.ps.common.optimizer_spec import OptimizerSpec
 from star_hvd.ps.common.record import make_record, read_record
 from star_hvd.ps.common.wire import HEADER_BYTES, Header, Kind, pack, read_meta, unpack
-from star_hvd.ps.server.server import _Job
+from star_hvd.ps.server.server import Job
 from star_hvd.ps.worker.exchange import Exchange, StateExchange
 from tests.fuzz.mutate import damaged, damaged_bytes, packed, weird
 from tests.fuzz.run import Target
@@ -161,13 +161,13 @@ _PLANS = (
 )  # fmt: skip
 
 
-def _job(plan: dict[str, Any]) -> _Job:
+def _job(plan: dict[str, Any]) -> Job:
     layout, spec, _, records = _made()
     values = {
         "optimizer_id": 0, "session": 0, "index": 0, "endpoints": [], "plan": plan, "version": 0,
         "layout": layout.to_dict(), "spec": spec.to_dict(),
     }  # fmt: skip
-    job = _Job(_Sink(), values, None, False)  # type: ignore[arg-type]
+    job = Job(_Sink(), values, None, False)  # type: ignore[arg-type]
     for index, record in enumerate(records):
         job.shard.seed(index, torch.frombuffer(bytearray(record), dtype=torch.uint8))
     return job
@@ -232,7 +232,7 @@ def _play(data: bytes) -> int:
     return len(said)
 
 
-def _state(job: _Job) -> tuple[Any, ...]:
+def _state(job: Job) -> tuple[Any, ...]:
     """What of a job would change if a refused message were half applied."""
     assert job.primary is not None
     memory = job.primary._memory
@@ -243,7 +243,7 @@ def _state(job: _Job) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def _shard_state(job: _Job) -> tuple[Any, ...]:
+def _shard_state(job: Job) -> tuple[Any, ...]:
     shard = job.shard
     return (
         {index: (store.version, store.seq, store.row) for index, store in shard.stores.items()},

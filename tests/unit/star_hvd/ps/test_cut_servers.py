@@ -190,10 +190,10 @@ def test_what_a_server_sends_to_a_connection_that_was_given_up_is_asked_for_agai
     with cut_cluster(Plan.ps(2, 2), servers=2) as made:
         client, other = made.clients
         client.pull(DEADLINE_S)
-        shard = made.server_of(1)._jobs[0, 0].shard
+        shard = made.server_of(1).jobs[0, 0].shard
         if what == "push":
             client.push(step=0, version=0, flats=made.gradients(0, 0), weight=1.0)
-            assert within(lambda: len(shard._seen.get((0, 0), ())) == len(shard.stores), RECOVERY_S)
+            assert within(lambda: shard.known_pushes.get((0, 0), 0) == len(shard.stores), RECOVERY_S)
         way = Proxy(made.endpoints[1].port)
         way.refuse()
         client.replace(1, Endpoint("127.0.0.1", way.port, made.endpoints[1].public_key))
@@ -326,13 +326,13 @@ def test_a_server_needs_no_more_memory_for_what_is_on_its_way() -> None:
     with cut_cluster(Plan.ps(2, 1), servers=1) as made:
         one_step(made, 0, 0, 0)
         one_step(made, 1, 0, 0)
-        job = made.server_of(0)._jobs[0, 0]
+        job = made.server_of(0).jobs[0, 0]
         assert job.mirror is not None
         sizes = []
         for block in range(6):
             for step in range(1, 21):
                 run_all(*(lambda r=r: one_step(made, r, 20 * block + step, 0) for r in range(2)))  # noqa: B023
-            sizes.append(max(len(places) for places in job.mirror._places.values()))
+            sizes.append(job.mirror.most_places)
         # 240 updates. How many places are needed at once depends on when ZeroMQ's thread is done with a frame, which a
         # busy machine delays; what was not given back would add up.
         assert sizes[-1] <= 16 and sizes[-1] - sizes[2] <= 3, f"places per chunk: {sizes}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,11 +15,10 @@ from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.switch import Presence, ServerRestarted, Servers, ServerUp
 from star_hvd.config import Config
 from star_hvd.engine.records import Snapshot
-from star_hvd.errors import ChannelError
-from star_hvd.ps.common.auth import Endpoint
-from star_hvd.ps.owner.server_process import ServerProcess, _Opened
-from star_hvd.ps.server.server import Server
+from star_hvd.ps.common.auth import Endpoint, JobKey
 from star_hvd.runtime.server_sessions import ServerSessions
+from tests.support.ps_cluster import DEADLINE_S, Cluster, ThreadServer
+from tests.unit.star_hvd.channel.test_channel import within
 
 
 class Connection:
@@ -244,10 +244,17 @@ def test_servers_are_told_who_was_absent_before_they_were_there(made: Made) -> N
 
 
 def test_a_server_that_is_not_open_yet_is_told_of_presence_later() -> None:
-    server: Any = SimpleNamespace(_jobs={})
-    Server._do(server, {"do": "member", "optimizer_id": 0, "rank": 1, "what": "absent"})
-    with pytest.raises(ChannelError, match="not open"):
-        Server._do(server, {"do": "cut", "optimizer_id": 0, "plan_id": 3})
+    events: queue.Queue[dict[str, Any]] = queue.Queue()
+    process = ThreadServer(0, JobKey.new(), "127.0.0.1", on_event=events.put)
+    process.start(DEADLINE_S)
+    try:
+        process.member(0, 1, "absent")
+        process.cut(0, 3)
+        while (failed := events.get(timeout=DEADLINE_S))["event"] != "failed":
+            pass
+        assert failed["while"] == "cut" and "not open" in failed["reason"]
+    finally:
+        process.stop()
 
 
 def test_nothing_is_left_of_an_optimizer_that_is_closed(made: Made) -> None:
@@ -262,16 +269,26 @@ def test_nothing_is_left_of_an_optimizer_that_is_closed(made: Made) -> None:
 
 def test_a_moved_server_is_told_of_in_its_own_session_only() -> None:
     """In another session, or of another optimizer, the same number may be another rank's server."""
-    process = ServerProcess(0, None, "h")  # type: ignore[arg-type]
-    sent: list[Any] = []
-    process._pipe = SimpleNamespace(send=lambda message, descriptor=None: sent.append(message))  # type: ignore[assignment]
-    for key in ((0, 3), (0, 7), (1, 3)):
-        message = {"optimizer_id": key[0], "session": key[1], "endpoints": [["a", 1, b""], ["b", 2, b""]]}
-        process._opened[key] = _Opened(message, None, None)  # type: ignore[arg-type]
-    process.replace(0, 3, 1, Endpoint("c", 3, b""))
-    ends = {key: opened.message["endpoints"][1][0] for key, opened in process._opened.items()}
-    assert ends == {(0, 3): "c", (0, 7): "b", (1, 3): "b"}
-    assert [(message["optimizer_id"], message["session"]) for message in sent] == [(0, 3)]
+    layout = Cluster(Plan.ps(4, 4, servers=(0, 1)), servers=2)
+    process = ThreadServer(0, layout.key, "127.0.0.1")
+    own = process.start(DEADLINE_S)
+    other, moved = (Endpoint("127.0.0.1", port, layout.key.own.public) for port in (1, 2))
+    keys = [(0, 3), (0, 7), (1, 3)]
+
+    def known() -> dict[tuple[int, int], Endpoint]:
+        return {key: job.endpoints[1] for key, job in process.processes[-1].server.jobs.items()}
+
+    try:
+        for optimizer_id, session in keys:
+            process.open(optimizer_id, session, 0, [own, other], layout.layout, layout.plan, layout.spec(), 0)
+        process.replace(0, 3, 1, moved)
+        assert within(lambda: known() == {(0, 3): moved, (0, 7): other, (1, 3): other})
+        process.processes[-1].end()
+        assert within(lambda: not process.alive)
+        process.recover(DEADLINE_S)  # All that is kept of the sessions is sent to the new process.
+        assert within(lambda: known() == {(0, 3): moved, (0, 7): other, (1, 3): other})
+    finally:
+        process.stop()
 
 
 def test_a_restart_while_a_plan_is_prepared_is_heard_of(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.errors import ChannelError
 from star_hvd.ps.common.layout import Layout
 from star_hvd.ps.common.optimizer_spec import OptimizerSpec
+from star_hvd.ps.common.record import make_record
 from star_hvd.ps.common.wire import PART_BYTES, parts
 from star_hvd.ps.server.shard import Shard
 
@@ -28,14 +29,22 @@ class Arrivals:
     def arrived(self, rank: int, step: int, products: Any) -> None:
         self.arrivals.append((rank, step))
 
+    def done(self, seq: int) -> None:
+        pass
+
 
 def shard() -> tuple[Shard, Arrivals]:
     param = torch.nn.Parameter(torch.zeros(NUMEL))
-    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer = torch.optim.SGD([param], lr=1.0)
     layout = Layout.build(pack([param], 1 << 30), optimizer.param_groups, torch.optim.SGD, 1, 1 << 30)
     spec = OptimizerSpec.of(torch.optim.SGD, optimizer.param_groups, HyperRow(optimizer.param_groups))
     outlet = Arrivals()
-    return Shard(0, layout, spec, None, cast(Any, outlet)), outlet
+    made = Shard(0, layout, spec, None, cast(Any, outlet))
+    record = make_record(param.detach(), [{}], 0)
+    data = torch.zeros(record.nbytes, dtype=torch.uint8)
+    record.write(data)
+    made.seed(0, data)
+    return made, outlet
 
 
 def send(to: Shard, step: int, data: bytes) -> None:
@@ -43,14 +52,20 @@ def send(to: Shard, step: int, data: bytes) -> None:
         to.part(0, step, 0, begin, len(data), bytearray(data[begin:end]))
 
 
+def applied(to: Shard, step: int) -> torch.Tensor:
+    """The parameters behind an update with the push of a step, at a learning rate of 1."""
+    to.order({"seq": step, "op": "update", "version": step - 1, "parts": [[0, step, 1.0]], "row": None, "send": []})
+    return to.stores[0].params.detach().clone()
+
+
 def test_a_push_is_known_by_its_size_whole_or_as_int8() -> None:
     to, outlet = shard()
     gradient = torch.randn(NUMEL)
     send(to, 1, gradient.numpy().tobytes())
-    assert torch.equal(to._staged[0, 1][0], gradient)
+    assert torch.equal(applied(to, 1), -gradient)
     payload = int8.encode(gradient)
     send(to, 2, payload)
-    assert torch.equal(to._staged[0, 2][0], int8.decode(payload, NUMEL, torch.float32))
+    assert torch.equal(applied(to, 2), -gradient - int8.decode(payload, NUMEL, torch.float32))
     assert outlet.arrivals == [(0, 1), (0, 2)]
 
 

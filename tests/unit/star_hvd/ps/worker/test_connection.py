@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,14 +11,23 @@ import torch
 
 from scheduler.plan.plan import Plan
 from star_hvd.errors import ChannelError
+from star_hvd.ps.common.auth import Endpoint
 from star_hvd.ps.common.wire import Header, Kind
+from star_hvd.ps.worker import client as client_module
 from star_hvd.ps.worker.connection import Line, Push
 from star_hvd.ps.worker.exchange import Exchange
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, run_all
+from tests.unit.star_hvd.channel.test_channel import within
 
 RESULT: dict[str, Any] = {
     "kind": "params", "version": 4, "plan_id": 0, "applied": True, "reason": "", "notes": [],
 }  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
 
 
 def unstarted() -> Cluster:
@@ -55,16 +64,31 @@ class ThreadOnly(dict[int, Any]):
         return super().items()
 
 
-def test_reads_are_kept_by_one_thread() -> None:
+@pytest.fixture
+def lines(monkeypatch: pytest.MonkeyPatch) -> list[Line]:
+    """The connections of all clients made in the test; what they read is in a `ThreadOnly` at first."""
+    made: list[Line] = []
+
+    class Seen(Line):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            self.reads = ThreadOnly()
+            made.append(self)
+
+    monkeypatch.setattr(client_module, "Line", Seen)
+    return made
+
+
+def test_reads_are_kept_by_one_thread(lines: list[Line]) -> None:
     """Two threads may read at once; if each removed its own read, it would lose the other's or break its iteration."""
     with cluster(Plan.ps(1, 1)) as made:
-        client = made.clients[0]
-        reads = client._line.reads = ThreadOnly()
+        client, reads = made.clients[0], lines[0].reads
+        assert isinstance(reads, ThreadOnly)
         steps = run_all(*[lambda: client.state(DEADLINE_S).step] * 3)
         assert steps == [0, 0, 0] and reads.uses >= 3
 
 
-def test_nothing_is_kept_of_a_read_that_nobody_waits_for() -> None:
+def test_nothing_is_kept_of_a_read_that_nobody_waits_for(lines: list[Line]) -> None:
     with cluster(Plan.ps(1, 1), seed=False) as made:  # There is no answer before the seed.
         client = made.clients[0]
         for _ in range(3):
@@ -73,19 +97,20 @@ def test_nothing_is_kept_of_a_read_that_nobody_waits_for() -> None:
         made.seed()
         client.pull(DEADLINE_S)
         client.pull(DEADLINE_S)  # What was queued before has been executed.
-        assert len(client._line.reads) <= 1
+        assert len(lines[0].reads) <= 1
 
 
 class TakenAtOnce(Line):
     """A connection whose client takes a complete answer as soon as the thread has looked at the push once."""
 
     _push: Push | None = None
+    taken = False
 
     @property
     def push(self) -> Push | None:  # type: ignore[override]
         found = self._push
         if found is not None and found.exchange.complete:
-            self._push = None
+            self._push, self.taken = None, True
         return found
 
     @push.setter
@@ -93,33 +118,35 @@ class TakenAtOnce(Line):
         self._push = push
 
 
-def line_of(made: Cluster, push: Push) -> TakenAtOnce:
-    line = TakenAtOnce(0, 0, 0, [], made.layout, made.key)
-    line.push = push
-    return line
+def test_a_client_may_take_an_answer_while_the_thread_still_handles_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[TakenAtOnce] = []
+    monkeypatch.setattr(client_module, "Line", lambda *given: lines.append(TakenAtOnce(*given)) or lines[-1])
+    with cluster(Plan.ps(1, 1)) as made:
+        client = made.clients[0]
+        client.push(step=1, version=0, flats=made.gradients(0, 0), weight=1.0)
+        assert within(lambda: lines[0].taken or lines[0].error is not None)
+        client.pull(DEADLINE_S)  # The thread goes on.
+        assert lines[0].error is None and lines[0].malformed == 0 and lines[0].push is None
 
 
-def test_a_client_may_take_an_answer_while_the_thread_still_handles_it() -> None:
-    made = unstarted()
-    exchange = exchange_of(made)
-    line = line_of(made, Push(1, {}, [], exchange))
-    exchange.set_result(RESULT)
-    for header, data in messages(made):
-        line._take(header, SimpleNamespace(buffer=memoryview(data)))
-    assert exchange.complete and line.push is None
-    line.close(0.0)
-
-
-def test_a_client_may_take_an_answer_while_the_thread_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_may_take_an_answer_while_the_thread_reconnects() -> None:
+    """Nothing listens at either address, so that no message has the thread look at the push earlier."""
     made = unstarted()
     exchange = exchange_of(made)
     exchange.set_result({**RESULT, "kind": "moved"})
-    line = line_of(made, Push(1, {}, [], exchange))
-    old: Any = SimpleNamespace(unregister=lambda poller: None, close=lambda: None)
-    line._sockets, line.endpoints = [old], [None]  # type: ignore[list-item]
-    monkeypatch.setattr(line, "_connect", lambda endpoint: old)
-    line._reconnect(0, None)  # type: ignore[arg-type]
-    line.close(0.0)
+    nowhere = Endpoint("127.0.0.1", free_port(), made.key.own.public)
+    line = TakenAtOnce(0, 0, 0, [nowhere], made.layout, made.key)
+    line.push = Push(1, {}, [], exchange)
+    line.start()
+    try:
+        reads = line.reads
+        line.do("replace", (0, Endpoint("127.0.0.1", free_port(), made.key.own.public)))
+        line.do("end of read", None)  # Makes `reads` anew, once the request before it has been executed.
+        assert within(lambda: line.reads is not reads or line.error is not None)
+        line.check()
+        assert line.taken and line.endpoints != [nowhere]
+    finally:
+        line.close(DEADLINE_S)
 
 
 def test_what_is_asked_of_a_closed_connection_touches_no_descriptor() -> None:
