@@ -26,7 +26,7 @@ __all__ = ["Agent"]
 logger = logging.getLogger("star_hvd")
 
 _BATCH_S = 0.1  # Longest time that a non-urgent message waits for others.
-_DRAIN_S = 2.0  # Longest wait at the end for the coordinator to acknowledge the last messages.
+_DRAIN_S = 2.0
 
 
 class Agent:
@@ -37,6 +37,7 @@ class Agent:
         connect: Makes the DEALER; called in the agent's thread, which owns the socket.
         handler: Gets every message of the coordinator. It must not block.
         heartbeat_s: Interval of heartbeats.
+        drain_s: Longest wait at the end for the coordinator to acknowledge the last messages.
     """
 
     def __init__(
@@ -45,13 +46,14 @@ class Agent:
         connect: Callable[[], zmq.Socket[Any]],
         handler: Callable[[Message], None],
         heartbeat_s: float,
+        drain_s: float = _DRAIN_S,
     ) -> None:
         self.rank = rank
         self.malformed = 0
         self.last_heard_s = time.monotonic()
         self._connect = connect
         self._handler = handler
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s, self._drain_s = heartbeat_s, drain_s
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._wakeup = Wakeup()
         self._stop = threading.Event()
@@ -91,8 +93,8 @@ class Agent:
                 stopping = self._stop.is_set()
                 self._flush(dealer)
                 if stopping:
-                    if time.monotonic() - self.last_heard_s < _DRAIN_S + 2.0 * self._heartbeat_s:
-                        dealer.drain(_DRAIN_S)
+                    if time.monotonic() - self.last_heard_s < self._drain_s + 2.0 * self._heartbeat_s:
+                        dealer.drain(self._drain_s)
                         linger_ms = 100  # Only a BYE is left, perhaps to a coordinator that has gone.
                     return
                 now_s = time.monotonic()

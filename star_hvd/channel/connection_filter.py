@@ -19,14 +19,30 @@ import socket
 import struct
 from collections.abc import Iterable
 
-__all__ = ["RATE_PER_S", "SEGMENT_BYTES", "Share", "lift", "limit", "loopback_source", "resolve", "route"]
+__all__ = [
+    "BLOCK_ADDRESSES",
+    "LEAST_SHARE",
+    "RATE_PER_S",
+    "SEGMENT_BYTES",
+    "Share",
+    "lift",
+    "limit",
+    "loopback_source",
+    "resolve",
+    "route",
+]
 
 RATE_PER_S = 15.0
 SEGMENT_BYTES = 512
 """A handshake's largest message is INITIATE: 257 bytes plus metadata, of which a rank's name is the longest part."""
 
+LEAST_SHARE = 2.0**-12
+"""Of foreign requests, at least this share is let through, however many come: each one's turn comes."""
+
+BLOCK_ADDRESSES = 128
+"""Addresses per block of the filter's program: a conditional jump skips 255 instructions at most."""
+
 _WINDOW_S = 0.25
-_LEAST = 2.0**-12
 _FASTEST = 8.0  # Largest divisor of one adaptation: connections counted now may have been let in under earlier shares.
 
 _ATTACH, _DETACH = 26, 27  # SO_ATTACH_FILTER and SO_DETACH_FILTER of Linux; Python names neither.
@@ -37,7 +53,7 @@ _JUMP_EQUAL, _JUMP_GREATER, _JUMP_NOT_LESS, _JUMP_SET = 0x15, 0x25, 0x35, 0x45
 _OFFSET_AT, _FLAGS_AT, _SYN = 12, 13, 2  # In TCP's header, at which the filter's view of a segment begins.
 _SOURCE_AT = 0xFFF00000 + 12  # In IP's header.
 _RANDOM_AT = 0xFFFFF000 + 56
-_BLOCK, _MOST_ADDRESSES = 128, 1000  # A conditional jump skips 255 instructions at most; a program has 4096.
+_MOST_ADDRESSES = 1000  # A program has at most 4096 instructions.
 
 
 class Share:
@@ -64,7 +80,7 @@ class Share:
             return
         factor = min(2.0, max(1.0 / _FASTEST, due / max(1, self._count)))
         if flooded or factor > 1.0:
-            self.value = min(1.0, max(_LEAST, self.value * factor))
+            self.value = min(1.0, max(LEAST_SHARE, self.value * factor))
         self._spent = min(float(burst), max(0.0, spent))
         self._since_s, self._count = now_s, 0
 
@@ -100,8 +116,8 @@ def lift(connection: socket.socket) -> None:
 def _program(share: float, known: list[int]) -> list[tuple[int, int, int, int]]:
     take, drop = (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)
     code = [(_LOAD_WORD, 0, 0, _SOURCE_AT)]
-    for begin in range(0, len(known), _BLOCK):
-        block = known[begin : begin + _BLOCK]
+    for begin in range(0, len(known), BLOCK_ADDRESSES):
+        block = known[begin : begin + BLOCK_ADDRESSES]
         code += [(_JUMP_EQUAL, len(block) - index, 0, address) for index, address in enumerate(block)]
         code += [(_JUMP, 0, 0, 1), take]
     code += [(_LOAD_BYTE, 0, 0, _FLAGS_AT), (_JUMP_SET, 0, 4, _SYN)]

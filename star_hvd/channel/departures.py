@@ -7,9 +7,10 @@ all. If the kernel refuses a connection to the rank's tensor socket, no process 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from star_hvd.channel.keys import Peer
 from star_hvd.errors import RankLostError
@@ -25,10 +26,14 @@ class Departures:
 
     Args:
         peers: All ranks, in order.
+        first_s: Interval between the first two probes of a rank; further ones are doubled.
+        clock: Gives the time in seconds.
     """
 
-    def __init__(self, peers: Sequence[Peer]) -> None:
-        self._peers = peers
+    def __init__(
+        self, peers: Sequence[Peer], first_s: float = _FIRST_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._peers, self._first_s, self._clock = peers, first_s, clock
         self._silent: frozenset[int] = frozenset()
         self._looks: dict[int, tuple[float, float]] = {}  # Time of a rank's next probe, and the interval after it.
 
@@ -48,9 +53,9 @@ class Departures:
         silent = self._silent.union(also)
         self._looks = {rank: look for rank, look in self._looks.items() if rank in silent}
         for rank in sorted(silent):
-            at_s, pause_s = self._looks.get(rank, (0.0, _FIRST_S))
-            if time.monotonic() >= at_s:
-                self._looks[rank] = (time.monotonic() + pause_s, min(_LAST_S, 2.0 * pause_s))
+            at_s, pause_s = self._looks.get(rank, (-math.inf, self._first_s))
+            if self._clock() >= at_s:
+                self._looks[rank] = (self._clock() + pause_s, min(_LAST_S, 2.0 * pause_s))
                 if self._has_left(self._peers[rank]):
                     raise RankLostError(
                         f"rank {rank} has left the job: it is silent, and nothing listens at its address any more"

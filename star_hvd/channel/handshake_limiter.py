@@ -25,7 +25,16 @@ from star_hvd.channel.connection_filter import RATE_PER_S, Share, lift, limit
 from star_hvd.channel.options import keep_alive
 from star_hvd.threads import supervised
 
-__all__ = ["CONTROL_BYTES", "DATA_BYTES", "HANDSHAKE_S", "MAX_PENDING", "SLACK_BYTES", "HandshakeLimiter", "set_limits"]
+__all__ = [
+    "CONTROL_BYTES",
+    "DATA_BYTES",
+    "HANDSHAKE_S",
+    "MAX_PENDING",
+    "SLACK_BYTES",
+    "HandshakeLimiter",
+    "Listener",
+    "set_limits",
+]
 
 logger = logging.getLogger("star_hvd")
 
@@ -80,6 +89,9 @@ class HandshakeLimiter:
     Args:
         max_pending: Incomplete handshakes allowed per socket; `expect` raises it.
         handshake_s: Longest duration of a handshake.
+
+    Attributes:
+        listeners: The connections of every watched socket.
     """
 
     _EVENTS = (
@@ -93,48 +105,48 @@ class HandshakeLimiter:
     def __init__(self, max_pending: int = MAX_PENDING, handshake_s: float = HANDSHAKE_S) -> None:
         self._max_pending, self._handshake_s = max_pending, handshake_s
         self._known: frozenset[str] = frozenset()
-        self._listeners: list[_Listener] = []
+        self.listeners: list[Listener] = []
         self._stop = threading.Event()
         self._warned = False
 
     @property
     def denied(self) -> int:
         """Connections that ended without authentication; one still in its handshake may be counted early."""
-        return sum(listener.denied for listener in self._listeners)
+        return sum(listener.denied for listener in self.listeners)
 
     @property
     def evicted(self) -> int:
         """Connections shut down here: too many at once, or too slow."""
-        return sum(listener.evicted for listener in self._listeners)
+        return sum(listener.evicted for listener in self.listeners)
 
     def expect(self, peers: int) -> None:
         """Allow at least `peers` handshakes at a time, so that all ranks of the job can connect at once."""
         self._max_pending = max(self._max_pending, peers)
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener.max_pending = self._max_pending
 
     def know(self, addresses: Iterable[str]) -> None:
         """Always let connections from these IPv4 addresses, the job's own, in."""
         self._known = frozenset(addresses)
-        for listener in self._listeners:
+        for listener in self.listeners:
             listener.known = self._known
 
     def watch(self, router: zmq.Socket[Any]) -> None:
         """Watch a server's socket, which must not be bound yet."""
-        listener = _Listener(router.get_monitor_socket(self._EVENTS), self._max_pending, self._handshake_s)
+        listener = Listener(router.get_monitor_socket(self._EVENTS), self._max_pending, self._handshake_s)
         listener.known = self._known
         listener.thread = supervised(self._run, "star-handshakes", args=(listener,), critical=False)
-        self._listeners.append(listener)
+        self.listeners.append(listener)
         listener.thread.start()
 
     def stop(self, deadline_s: float = 2.0) -> None:
         """End the threads and wait for them."""
         self._stop.set()
-        for listener in self._listeners:
+        for listener in self.listeners:
             if listener.thread is not None:
                 listener.thread.join(deadline_s)
 
-    def _run(self, listener: _Listener) -> None:
+    def _run(self, listener: Listener) -> None:
         # ZeroMQ's thread blocks if monitor events are not read, so this thread runs until its socket is closed.
         with contextlib.suppress(zmq.ZMQError):  # The context may end first.
             while listener.take_events() and not (self._stop.is_set() and not listener.monitor.poll(0)):
@@ -164,31 +176,46 @@ class HandshakeLimiter:
         )
 
 
-class _Listener:
-    """The connections of one socket; only the counts are read by other threads."""
+class Listener:
+    """The connections of one socket, for one thread; others read only the counts.
+
+    Args:
+        monitor: The socket's monitor.
+        max_pending: Incomplete handshakes allowed.
+        handshake_s: Longest duration of a handshake.
+
+    Attributes:
+        accepted: Connections that were accepted.
+        succeeded: Handshakes that succeeded.
+        evicted: Connections that were shut down here.
+        pending: Descriptors of the connections in their handshake, with the times when they were accepted.
+        share: The share of foreign requests that is let in.
+        filter: Share and addresses of the attached filter, None before it is attached.
+    """
 
     def __init__(self, monitor: zmq.Socket[Any], max_pending: int, handshake_s: float) -> None:
         self.monitor = monitor
         self.thread: threading.Thread | None = None
         self.evicted = 0
-        self._accepted = self._succeeded = self._disconnected = 0
+        self.accepted = self.succeeded = self._disconnected = 0
         self.max_pending, self._handshake_s = max_pending, handshake_s
         self.known: frozenset[str] = frozenset()
         self._port, self._listener = -1, -1
         self._untrimmed_bytes, self._trim_at_s = 0, 0.0
-        self._share = Share(time.monotonic())
-        self._limit: tuple[float, frozenset[str]] | None = None  # Share and addresses of the attached filter.
+        self.share = Share(time.monotonic())
+        self.filter: tuple[float, frozenset[str]] | None = None
         self._look_until_s = 0.0
-        self._pending: dict[int, float] = {}  # Descriptor of a connection to when it was accepted.
+        self.pending: dict[int, float] = {}
 
     @property
     def denied(self) -> int:
-        return max(0, min(self._accepted - self._succeeded, self._disconnected))
+        """Connections that ended without authentication."""
+        return max(0, min(self.accepted - self.succeeded, self._disconnected))
 
     @property
     def limited(self) -> bool:
         """Whether the kernel drops requests for connections now."""
-        return self._limit is not None and self._limit[0] < 1.0
+        return self.filter is not None and self.filter[0] < 1.0
 
     def take_events(self) -> bool:
         """Wait for monitor events and handle them. Return False once the socket is closed."""
@@ -200,17 +227,17 @@ class _Listener:
                 head, endpoint = self.monitor.recv_multipart(zmq.NOBLOCK)
                 event, value = _EVENT.unpack(head)
                 if event == zmq.EVENT_ACCEPTED:
-                    self._accepted += 1
-                    self._pending[value] = now_s
+                    self.accepted += 1
+                    self.pending[value] = now_s
                     if not self._is_known(value):
-                        self._share.note()
+                        self.share.note()
                     else:  # Its filter may be older than its address here.
                         self._lift(value)
                 elif event == zmq.EVENT_DISCONNECTED:
                     self._disconnected += 1
-                    self._pending.pop(value, None)
+                    self.pending.pop(value, None)
                 elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    self._succeeded += 1
+                    self.succeeded += 1
                     self._look_until_s = now_s + _LOOK_S
                 elif event == zmq.EVENT_LISTENING:
                     self._port, self._listener = int(endpoint.rsplit(b":", 1)[1]), value
@@ -220,17 +247,17 @@ class _Listener:
 
     def sweep(self, now_s: float) -> None:
         """Shut down handshakes that take too long and, if there are too many, the ones least likely to be the job's."""
-        overdue = {d for d, since_s in self._pending.items() if now_s - since_s > self._handshake_s}
-        if not overdue and len(self._pending) <= self.max_pending and now_s >= self._look_until_s:
+        overdue = {d for d, since_s in self.pending.items() if now_s - since_s > self._handshake_s}
+        if not overdue and len(self.pending) <= self.max_pending and now_s >= self._look_until_s:
             return
-        progress = {descriptor: self._progress(descriptor) for descriptor in self._pending}
+        progress = {descriptor: self.progress_bytes(descriptor) for descriptor in self.pending}
         waiting = [d for d, done in progress.items() if done < _ADMITTED_BYTES]
         surplus = self._unlikely(waiting, progress, now_s)[: max(0, len(waiting) - self.max_pending)]
         for descriptor in overdue.intersection(waiting).union(surplus):
             self._shut(descriptor)
-            del self._pending[descriptor]
+            del self.pending[descriptor]
         for descriptor in progress.keys() - waiting:
-            del self._pending[descriptor]
+            del self.pending[descriptor]
             self._lift(descriptor)
 
     def _unlikely(self, waiting: list[int], progress: dict[int, int], now_s: float) -> list[int]:
@@ -239,11 +266,11 @@ class _Listener:
         Those that had time and made little progress come first. A rank is past WELCOME within milliseconds. Connections
         that stop there keep at most half of the places, so that they cannot keep new ones out.
         """
-        known = sorted((d for d in waiting if progress[d] >= _WELCOMED_BYTES), key=self._pending.__getitem__)
+        known = sorted((d for d in waiting if progress[d] >= _WELCOMED_BYTES), key=self.pending.__getitem__)
         stay = set(known[max(0, len(known) - self.max_pending // 2) :])
 
         def order(descriptor: int) -> tuple[int, int, float]:
-            since_s = self._pending[descriptor]
+            since_s = self.pending[descriptor]
             if descriptor in stay:
                 return 2, 0, since_s
             if now_s - since_s < _NEW_S:
@@ -254,10 +281,10 @@ class _Listener:
 
     def limit(self, now_s: float) -> None:
         """Attach the filter: at once, so that no stranger can send much, and again when its values change."""
-        self._share.turn(now_s, _BURST * self.max_pending)
-        wanted = self._share.value, self.known
-        if self._listener >= 0 and wanted != self._limit:
-            self._limit = wanted
+        self.share.turn(now_s, _BURST * self.max_pending)
+        wanted = self.share.value, self.known
+        if self._listener >= 0 and wanted != self.filter:
+            self.filter = wanted
             with contextlib.suppress(OSError), _lent(self._listener) as listener:  # Closed, or unsupported here.
                 if listener.getsockname()[1:] == (self._port,):
                     limit(listener, *wanted)
@@ -281,7 +308,7 @@ class _Listener:
         except OSError:
             return False
 
-    def _progress(self, descriptor: int) -> int:
+    def progress_bytes(self, descriptor: int) -> int:
         """Return the handshake bytes that the peer has acknowledged; `_ADMITTED_BYTES` if the connection is gone."""
         try:
             with _lent(descriptor) as connection:

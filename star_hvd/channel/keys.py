@@ -190,14 +190,18 @@ class _Known:
 
 
 class Keyring:
-    """This rank's key pairs, its ZeroMQ context, and the public keys of the others."""
+    """This rank's key pairs, its ZeroMQ context, and the public keys of the others.
+
+    Attributes:
+        limiter: Watches the connections to the sockets of `server`.
+    """
 
     def __init__(self) -> None:
         self.context = zmq.Context()
         self.pair, self.server_pair = KeyPair(), KeyPair()
         self.peers: list[Peer] = []
         self._known = _Known()
-        self._limiter = HandshakeLimiter()
+        self.limiter = HandshakeLimiter()
         self._authenticator = ThreadAuthenticator(self.context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain="*", credentials_provider=self._known)
@@ -210,14 +214,14 @@ class Keyring:
     @property
     def denied(self) -> int:
         """Connections rejected because they are not of this job."""
-        return self._limiter.denied
+        return self.limiter.denied
 
     def admit(self, peers: list[Peer]) -> None:
         """Accept connections of these ranks from now on; `peers` is in order of rank."""
         self.peers = peers
         self._known.keys = frozenset(peer.public_key for peer in peers)
-        self._limiter.expect(2 * len(peers))  # A rank may have one connection for fetches and one for pushes.
-        self._limiter.know(self._sources())
+        self.limiter.expect(2 * len(peers))  # A rank may have one connection for fetches and one for pushes.
+        self.limiter.know(self._sources())
 
     def _sources(self) -> frozenset[str]:
         """Addresses that the job's connections come from."""
@@ -240,7 +244,7 @@ class Keyring:
         """
         router = self._router(max_bytes)
         self.pair.serve(router)
-        self._limiter.watch(router)
+        self.limiter.watch(router)
         port = router.bind_to_random_port(f"tcp://{host}")
         return router, int(port)
 
@@ -276,6 +280,6 @@ class Keyring:
 
     def close(self) -> None:
         """Stop the authenticator and destroy the context; threads should have closed their sockets before."""
-        self._limiter.stop()
+        self.limiter.stop()
         self._authenticator.stop()
         self.context.destroy(linger=500)

@@ -27,12 +27,24 @@ from star_hvd.channel.state_transfer import PUSH_MAGIC, Caller, PacedReplies, as
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 
-__all__ = ["MAX_PROBE_BYTES", "PROBE", "LatePushes", "Packer", "ParentLink", "is_measured", "probe", "rate_of"]
+__all__ = [
+    "MAX_PROBE_BYTES",
+    "PROBE",
+    "PUSH_HEADER",
+    "LatePushes",
+    "Packer",
+    "ParentLink",
+    "is_measured",
+    "probe",
+    "rate_of",
+]
 
 MAX_PROBE_BYTES = 64 * 1024 * 1024
 PROBE = 0xFFFFFFFF  # Reserved optimizer number: pushes to it measure the link.
 
-_HEADER = struct.Struct("<4sBIIQQIQQQ")  # magic, protocol, optimizer, rank, link, push, attempt, version, offset, size
+PUSH_HEADER = struct.Struct("<4sBIIQQIQQQ")
+"""Of every part of a late gradient: magic, protocol, optimizer, rank, link, push, attempt, version, offset, size."""
+
 _MAGIC, _PROTOCOL = PUSH_MAGIC, 2
 _ACK = struct.Struct("<4sQQ")  # magic, push, first version that contains it
 _MAX_PUSH_BYTES = 1 << 40
@@ -128,7 +140,7 @@ class ParentLink:
         for offset in range(0, max(1, len(body)), size):
             part = body[offset : offset + size]
             names = (self._optimizer_id, self._rank, self._link, self._pushes, attempt)
-            header = _HEADER.pack(_MAGIC, _PROTOCOL, *names, version, offset, len(body))
+            header = PUSH_HEADER.pack(_MAGIC, _PROTOCOL, *names, version, offset, len(body))
             self._caller.socket.send_multipart([header, part])
             if pace:
                 due_s = next_due_s(due_s, len(part), pace)
@@ -271,10 +283,10 @@ class LatePushes:
         Raises:
             ChannelError: The message is invalid or out of sequence; no part of it is kept.
         """
-        if len(frames) != 2 or len(frames[0]) != _HEADER.size:
-            sizes = [len(frame) for frame in frames]
-            raise ChannelError(f"a late gradient has frames of {sizes} bytes; expected {_HEADER.size} and a payload")
-        magic, protocol, optimizer_id, rank, link, push, attempt, version, offset, size = _HEADER.unpack(frames[0])
+        if len(frames) != 2 or len(frames[0]) != PUSH_HEADER.size:
+            sizes, expected = [len(frame) for frame in frames], PUSH_HEADER.size
+            raise ChannelError(f"a late gradient has frames of {sizes} bytes; expected {expected} and a payload")
+        magic, protocol, optimizer_id, rank, link, push, attempt, version, offset, size = PUSH_HEADER.unpack(frames[0])
         if magic != _MAGIC or protocol != _PROTOCOL or size > _MAX_PUSH_BYTES or version > _MAX_VERSION:
             got = f"protocol {protocol}, {size} bytes and step {version}"
             raise ChannelError(f"a late gradient has {got}; expected protocol {_PROTOCOL} and possible sizes")

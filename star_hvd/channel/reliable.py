@@ -178,6 +178,11 @@ class Stream:
         """Number of the last acknowledged message."""
         return self._acked
 
+    @property
+    def remembered(self) -> tuple[int, int]:
+        """Number of probes without an echo, and of the peer's former incarnations, that are remembered."""
+        return len(self._probes), len(self._retired)
+
     def emitted(self) -> list[Frames]:
         """Remove and return the frames to be sent now, in order."""
         out, self._out = self._out, []

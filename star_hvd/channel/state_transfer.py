@@ -38,7 +38,10 @@ from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.threads import supervised
 
 __all__ = [
+    "MANIFEST_SIZE",
     "PUSH_MAGIC",
+    "REPLY_HEADER",
+    "REQUEST",
     "Caller",
     "OtherRanks",
     "PacedReplies",
@@ -52,9 +55,15 @@ __all__ = [
 
 logger = logging.getLogger("star_hvd")
 
-_HEADER = struct.Struct("<4sBQIIQQ")  # magic, protocol, request, number of the chunk, chunks, offset, size of the body
-_MANIFEST = struct.Struct("<Q")  # size of the manifest
-_REQUEST = struct.Struct("<QIBQQ")  # request, optimizer, whether the optimizer's state is wanted, least step, pace
+REPLY_HEADER = struct.Struct("<4sBQIIQQ")
+"""Of every part of a reply: magic, protocol, request, number of the chunk, chunks, offset, size of the body."""
+
+MANIFEST_SIZE = struct.Struct("<Q")
+"""Contents of chunk 0."""
+
+REQUEST = struct.Struct("<QIBQQ")
+"""Request, optimizer, whether the optimizer's state is wanted, least step, pace."""
+
 _MAGIC, _PROTOCOL = b"STAR", 2
 PUSH_MAGIC = b"STAL"  # Of late gradients, which use the same sockets; see `late_push`.
 _MAX_BODY_BYTES = 1 << 42
@@ -175,6 +184,7 @@ class TensorServer:
             later; None if there is none here.
         chunk_bytes: Size of a message.
         push: Takes a message with a part of a late gradient; returns the answer, None if there is none yet.
+        poll_ms: Longest time that the thread sleeps, in milliseconds.
     """
 
     def __init__(
@@ -183,6 +193,7 @@ class TensorServer:
         snapshot: Callable[[int, bool, int], Snapshot | None],
         chunk_bytes: int,
         push: Callable[[list[bytes]], bytes | None] | None = None,
+        poll_ms: int = _POLL_MS,
     ) -> None:
         self.served = 0
         self.malformed = 0
@@ -190,13 +201,19 @@ class TensorServer:
         self._snapshot = snapshot
         self._push = push
         self._chunk_bytes = chunk_bytes
+        self._poll_ms = poll_ms
         self._paced: dict[bytes, _Paced] = {}  # Per peer, the reply to its last request.
         self._stop = threading.Event()
         self._wakeup = Wakeup()
         self._thread = supervised(self._run, "star-tensors")
 
+    @property
+    def paced_replies(self) -> int:
+        """Number of replies that are being sent at a limited rate."""
+        return len(self._paced)
+
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread, which calls `answer` and `send_due`."""
         self._thread.start()
 
     def stop(self, deadline_s: float = 5.0) -> None:
@@ -210,23 +227,24 @@ class TensorServer:
         poller.register(self._wakeup, zmq.POLLIN)
         try:
             while not self._stop.is_set():
-                if self._router in dict(poller.poll(self._send_due())):
-                    self._answer(self._router.recv_multipart())
+                if self._router in dict(poller.poll(self.send_due())):
+                    self.answer(self._router.recv_multipart())
         except zmq.ZMQError as error:
             if not self._stop.is_set():
                 logger.error("the tensor server stopped: %s", error)
         finally:
             self._router.close(linger=1000)
 
-    def _answer(self, frames: list[bytes]) -> None:
+    def answer(self, frames: list[bytes]) -> None:
+        """Answer a message, given after its sender's identity; an invalid one is counted and dropped."""
         if len(frames) == 3 and self._push is not None:
             self._take_push(frames[0], frames[1:])
             return
-        if len(frames) != 2 or len(frames[1]) != _REQUEST.size:
+        if len(frames) != 2 or len(frames[1]) != REQUEST.size:
             self.malformed += 1
             logger.warning("dropped a malformed fetch")
             return
-        peer, (number, optimizer_id, state_too, min_step, pace) = frames[0], _REQUEST.unpack(frames[1])
+        peer, (number, optimizer_id, state_too, min_step, pace) = frames[0], REQUEST.unpack(frames[1])
         try:
             snapshot = self._snapshot(optimizer_id, bool(state_too), min_step)
             manifest, body = pack_snapshot(snapshot) if snapshot is not None else (b"", b"")
@@ -242,7 +260,7 @@ class TensorServer:
                 self._send(peer, number, *part)
         self.served += 1
 
-    def _send_due(self) -> int:
+    def send_due(self) -> int:
         """Send the parts of paced replies that are due. Return the milliseconds to poll, until the next one is due."""
         soonest_s = math.inf
         for peer, reply in list(self._paced.items()):
@@ -255,10 +273,10 @@ class TensorServer:
                 reply.due_s = next_due_s(reply.due_s, len(part[-1]), reply.bytes_per_s)
             soonest_s = min(soonest_s, reply.due_s)
         left_s = max(0.0, soonest_s - time.monotonic())
-        return _POLL_MS if left_s > 1e-3 * _POLL_MS else math.ceil(1e3 * left_s)
+        return self._poll_ms if left_s > 1e-3 * self._poll_ms else math.ceil(1e3 * left_s)
 
     def _send(self, peer: bytes, request: int, number: int, total: int, offset: int, size: int, payload: bytes) -> None:
-        header = _HEADER.pack(_MAGIC, _PROTOCOL, request, number, total, offset, size)
+        header = REPLY_HEADER.pack(_MAGIC, _PROTOCOL, request, number, total, offset, size)
         self._router.send_multipart([peer, header, payload])
 
     def _take_push(self, peer: bytes, frames: list[bytes]) -> None:
@@ -277,7 +295,7 @@ def _parts(manifest: bytes, body: bytes, step: int) -> Iterator[_Part]:
     """Yield a reply in parts of at most `step` bytes, after a first part that gives the manifest's length."""
     size = len(manifest) + len(body)
     chunks = [(part, begin) for part in (manifest, body) for begin in range(0, len(part), step)]
-    yield 0, 1 + len(chunks), 0, size, _MANIFEST.pack(len(manifest)) if manifest else b""
+    yield 0, 1 + len(chunks), 0, size, MANIFEST_SIZE.pack(len(manifest)) if manifest else b""
     offset = 0
     for number, (part, begin) in enumerate(chunks, 1):
         payload = part[begin : begin + step]
@@ -452,7 +470,7 @@ def ask(
     began_s = heard_s = time.monotonic()
     reply = _Reply(source, caller.begin())
     rate = pace.bytes_per_s if pace is not None else 0
-    caller.socket.send(_REQUEST.pack(reply.request, optimizer_id, state_too, min_step, rate))
+    caller.socket.send(REQUEST.pack(reply.request, optimizer_id, state_too, min_step, rate))
     while not reply.complete:
         until_s = min(limit_s, heard_s + patience_s)
         if time.monotonic() >= until_s:
@@ -467,7 +485,7 @@ def ask(
             reply.add(frames)
         elif caller.reopened():
             reply = _Reply(source, caller.begin())
-            caller.socket.send(_REQUEST.pack(reply.request, optimizer_id, state_too, min_step, rate))
+            caller.socket.send(REQUEST.pack(reply.request, optimizer_id, state_too, min_step, rate))
     if pace is not None and reply.manifest:
         pace.took(len(reply.manifest) + len(reply.body), time.monotonic() - reply.began_s, rate)
     return unpack_snapshot(bytes(reply.manifest), bytes(reply.body)) if reply.manifest else None
@@ -497,9 +515,9 @@ class _Reply:
         """
         if len(frames) == 1 and frames[0][:4] == PUSH_MAGIC:
             return  # A late gradient was sent twice, and this is the second answer.
-        if len(frames) != 2 or len(frames[0]) != _HEADER.size:
+        if len(frames) != 2 or len(frames[0]) != REPLY_HEADER.size:
             raise ChannelError("a tensor message has the wrong frames; expected a header and a payload")
-        magic, protocol, request, number, total, offset, size = _HEADER.unpack(frames[0])
+        magic, protocol, request, number, total, offset, size = REPLY_HEADER.unpack(frames[0])
         if magic != _MAGIC or protocol != _PROTOCOL:
             raise ChannelError(f"a tensor message is of protocol {magic!r} {protocol}; expected {_PROTOCOL}")
         if request != self.request:
@@ -528,6 +546,6 @@ class _Reply:
 
 
 def _manifest_size(payload: bytes) -> int:
-    if payload and len(payload) != _MANIFEST.size:
+    if payload and len(payload) != MANIFEST_SIZE.size:
         raise ChannelError(f"a reply begins with {len(payload)} bytes; expected the size of its manifest")
-    return int(_MANIFEST.unpack(payload)[0]) if payload else 0
+    return int(MANIFEST_SIZE.unpack(payload)[0]) if payload else 0

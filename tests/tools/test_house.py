@@ -52,7 +52,8 @@ CALLED_FROM_OUTSIDE = {
     "skip_synchronize", "set_backward_passes_per_step", "_register_hooks", "SyncBatchNorm", "catch_out_of_memory",
     "load_context", "callback", "_release_save", "_acquire_restore", "_is_owned",
     "_check_sync", "_check_subgroup", "_check_ps", "_check_grouped", "_check_local",
-    "early_sessions", "open_sessions", "known_plans", "known_pushes", "most_places", "incomplete", "queued",
+    "early_sessions", "open_sessions", "known_plans", "known_pushes", "most_places", "paced_replies",
+    "incomplete", "queued", "remembered",
 }  # fmt: skip
 
 

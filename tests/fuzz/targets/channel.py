@@ -9,10 +9,16 @@ from typing import Any
 import msgpack
 import torch
 
-from star_hvd.channel.late_push import _HEADER as LATE_HEADER
-from star_hvd.channel.late_push import LatePushes
-from star_hvd.channel.state_transfer import _HEADER, _REQUEST, TensorServer, ask, pack_snapshot, unpack_snapshot
-from star_hvd.channel.state_transfer import _MANIFEST as MANIFEST_SIZE
+from star_hvd.channel.late_push import PUSH_HEADER, LatePushes
+from star_hvd.channel.state_transfer import (
+    MANIFEST_SIZE,
+    REPLY_HEADER,
+    REQUEST,
+    TensorServer,
+    ask,
+    pack_snapshot,
+    unpack_snapshot,
+)
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 from tests.fuzz.mutate import damaged, damaged_bytes, packed
@@ -47,7 +53,7 @@ class _Caller:
         self._messages = list(messages)
 
     def send(self, request: bytes) -> None:
-        assert len(request) == _REQUEST.size
+        assert len(request) == REQUEST.size
 
     def begin(self) -> int:
         return _ATTEMPT
@@ -77,9 +83,9 @@ def _frames(draw: random.Random) -> bytes:
     step, size = 40, len(_MANIFEST) + len(_BODY)
     chunks = [part[begin : begin + step] for part in (_MANIFEST, _BODY) for begin in range(0, len(part), step)]
     total, offset = 1 + len(chunks), 0
-    found = [[_HEADER.pack(b"STAR", 2, _ATTEMPT, 0, total, 0, size), MANIFEST_SIZE.pack(len(_MANIFEST))]]
+    found = [[REPLY_HEADER.pack(b"STAR", 2, _ATTEMPT, 0, total, 0, size), MANIFEST_SIZE.pack(len(_MANIFEST))]]
     for number, chunk in enumerate(chunks, 1):
-        found.append([_HEADER.pack(b"STAR", 2, _ATTEMPT, number, total, offset, size), chunk])
+        found.append([REPLY_HEADER.pack(b"STAR", 2, _ATTEMPT, number, total, offset, size), chunk])
         offset += len(chunk)
     return packed(damaged(found, draw, draw.choice((0, 1, 1, 2))))
 
@@ -99,7 +105,7 @@ def _requests(draw: random.Random) -> bytes:
     for _ in range(draw.randrange(1, 8)):
         least = draw.choice((0, 1 << 40, (1 << 64) - 1))
         pace = draw.choice((0, 1, 1 << 20, (1 << 64) - 1))
-        request = [b"peer", _REQUEST.pack(draw.randrange(9), draw.randrange(3), 1, least, pace)]
+        request = [b"peer", REQUEST.pack(draw.randrange(9), draw.randrange(3), 1, least, pace)]
         push = [b"peer", *_push(draw, draw.randrange(3))]
         message = draw.choice((request, push))
         found.append(damaged(message, draw) if draw.random() < 0.5 else message)
@@ -113,8 +119,8 @@ def _answer(data: bytes) -> int:
     )
     said = _list(msgpack.unpackb(data))
     for frames in said:
-        server._answer([frame if isinstance(frame, bytes) else b"" for frame in frames])
-        server._send_due()
+        server.answer([frame if isinstance(frame, bytes) else b"" for frame in frames])
+        server.send_due()
     return max(1, len(said))
 
 
@@ -124,7 +130,7 @@ def _push(draw: random.Random, number: int) -> list[bytes]:
     version = draw.choice((0, 3, (1 << 64) - 1))
     link, attempt = draw.choice((0, 7)), draw.choice((0, 1, (1 << 32) - 1))
     where = (draw.choice((0, 0, 16)), size)
-    return [LATE_HEADER.pack(b"STAL", 2, *numbers, link, number, attempt, version, *where), bytes(16)]
+    return [PUSH_HEADER.pack(b"STAL", 2, *numbers, link, number, attempt, version, *where), bytes(16)]
 
 
 TARGETS = (

@@ -51,17 +51,21 @@ class Ranks:
         self.server = TensorServer(tensors, lambda engine, state_too, least: self.snapshot, 1024)
         self.coordinator = Coordinator(control, world_size, config)
         self.came: list[list[m.Message]] = [[] for _ in range(world_size)]
-        self.agents = [self._agent(rank, config) for rank in range(world_size)]
+        self.agents = [self.agent(rank, config) for rank in range(world_size)]
         self.server.start()
         self.coordinator.start()
         for agent in self.agents:
             agent.start()
 
-    def _agent(self, rank: int, config: Config) -> Agent:
-        ring = self.rings[rank]
+    def port_for(self, rank: int) -> int:
+        """The port at which a rank reaches the coordinator."""
+        return self.control_port
+
+    def agent(self, rank: int, config: Config, **settings: Any) -> Agent:
+        ring, port = self.rings[rank], self.port_for(rank)
         identity = str(rank).encode()
-        connect = lambda: ring.client(0, identity, port=self.control_port)  # noqa: E731
-        return Agent(rank, connect, self.came[rank].append, config.heartbeat_s)
+        connect = lambda: ring.client(0, identity, port=port)  # noqa: E731
+        return Agent(rank, connect, self.came[rank].append, config.heartbeat_s, **settings)
 
     def got(self, rank: int, kind: type[m.Message]) -> list[Any]:
         return [message for message in self.came[rank] if isinstance(message, kind)]

@@ -10,8 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from star_hvd.channel import connection_filter
-from star_hvd.channel.connection_filter import RATE_PER_S, SEGMENT_BYTES, Share, lift, limit, loopback_source, route
+from star_hvd.channel.connection_filter import (
+    BLOCK_ADDRESSES,
+    RATE_PER_S,
+    SEGMENT_BYTES,
+    Share,
+    lift,
+    limit,
+    loopback_source,
+    route,
+)
 
 KEY = b"k" * 40
 BURST = 32
@@ -74,7 +82,7 @@ def knock(listener: socket.socket, source: str, limit_s: float) -> socket.socket
 
 
 @linux
-@pytest.mark.parametrize("others", [0, 1, connection_filter._BLOCK - 1, connection_filter._BLOCK, 900])
+@pytest.mark.parametrize("others", [0, 1, BLOCK_ADDRESSES - 1, BLOCK_ADDRESSES, 900])
 def test_requests_of_the_job_always_come_through_and_others_do_not(others: int) -> None:
     own = loopback_source(KEY)
     known = [own, *(f"10.{index // 250}.7.{index % 250}" for index in range(others))]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from scheduler.records import Plan, StepTimes
-from star_hvd.channel import agent as agent_module
 from star_hvd.channel import options
 from star_hvd.channel.messages import base as m
 from tests.support.proxy import TO_CLIENT, TO_SERVER, Proxy
@@ -22,22 +21,19 @@ BATCH = 4
 class CutRanks(Ranks):
     """Rank 1's agent reaches the coordinator through a proxy."""
 
-    def __init__(self, world_size: int = 2, **faults: Any) -> None:
+    def __init__(self, world_size: int = 2, *, drain_s: float = 2.0, **faults: Any) -> None:
         self.proxy: Proxy | None = None
-        self.faults = faults
+        self.drain_s, self.faults = drain_s, faults
         super().__init__(world_size, CONFIG)
 
-    def _agent(self, rank: int, config: Any) -> Any:
-        if rank == 1:
-            self.proxy = Proxy(self.control_port, **self.faults)
-            direct, self.control_port = self.control_port, self.proxy.port
-            ring = self.rings[rank]
-            port = self.proxy.port
-            agent = super()._agent(rank, config)
-            agent._connect = lambda: ring.client(0, b"1", port=port)
-            self.control_port = direct
-            return agent
-        return super()._agent(rank, config)
+    def port_for(self, rank: int) -> int:
+        if rank != 1:
+            return super().port_for(rank)
+        self.proxy = Proxy(self.control_port, **self.faults)
+        return self.proxy.port
+
+    def agent(self, rank: int, config: Any, **settings: Any) -> Any:
+        return super().agent(rank, config, drain_s=self.drain_s, **settings)
 
     def take(self, number: int, plan_id: int = 0) -> tuple[int, int]:
         """Ask for a batch as rank 1, and wait for the answer."""
@@ -166,16 +162,19 @@ def test_a_reset_at_any_byte_of_a_new_connection(way: int) -> None:
         ranks.close()
 
 
-def test_last_words_arrive_although_the_connection_breaks(ranks: CutRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_module, "_DRAIN_S", 60.0)
+def test_last_words_arrive_although_the_connection_breaks() -> None:
+    ranks = CutRanks(drain_s=60.0)
     proxy = ranks.proxy
-    assert proxy is not None and ranks.all_got(m.Heartbeat)
-    proxy.arm(TO_SERVER, 1, inside=True)
-    ranks.agents[1].send(m.Finished(1), urgent=False)
-    ranks.agents[1].stop(60.0)
 
     def heard() -> bool:
         with ranks.coordinator.job_state() as job:
             return job.finished == {1}
 
-    assert within(heard)
+    try:
+        assert proxy is not None and ranks.all_got(m.Heartbeat)
+        proxy.arm(TO_SERVER, 1, inside=True)
+        ranks.agents[1].send(m.Finished(1), urgent=False)
+        ranks.agents[1].stop(60.0)
+        assert within(heard)
+    finally:
+        ranks.close()

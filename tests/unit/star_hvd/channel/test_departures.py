@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from star_hvd.channel import departures
 from star_hvd.channel.departures import Departures
 from star_hvd.channel.keys import Peer
 from star_hvd.errors import RankLostError
@@ -28,15 +29,12 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("kind", ["tcp", "unix"])
-def test_a_frozen_rank_is_waited_for_and_one_that_was_killed_is_not(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(departures, "_FIRST_S", 0.0)
+def test_a_frozen_rank_is_waited_for_and_one_that_was_killed_is_not(kind: str, tmp_path: Path) -> None:
     path = str(tmp_path / "socket") if kind == "unix" else ""
     with subprocess.Popen([sys.executable, "-c", LISTEN, path], stdout=subprocess.PIPE, text=True) as rank:
         assert rank.stdout is not None
         peer = Peer(b"", "127.0.0.1", 0, int(rank.stdout.readline()), tensor_path=path)
-        found = Departures([peer, peer])
+        found = Departures([peer, peer], first_s=0.0)
         found.note(1, False)
         for number in (signal.SIGSTOP, signal.SIGCONT):
             os.kill(rank.pid, number)
@@ -53,14 +51,20 @@ def test_a_frozen_rank_is_waited_for_and_one_that_was_killed_is_not(
         found.check()  # Nothing is looked at while all are heard.
 
 
-def test_a_rank_is_looked_at_less_and_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_is_looked_at_less_and_less_often(tmp_path: Path) -> None:
     """Connections that a frozen process has not accepted wait in a queue of finite length."""
-    now_s, looked = [0.0], list[float]()
-    monkeypatch.setattr(departures.time, "monotonic", lambda: now_s[0])
-    found = Departures([Peer(b"", "127.0.0.1", 0, 1)])
-    monkeypatch.setattr(found, "_has_left", lambda peer: looked.append(now_s[0]) or False)
-    found.note(0, False)
-    while now_s[0] < 300.0:
-        found.check()
-        now_s[0] += 0.25
+    now_s, looked = 0.0, list[float]()
+    with socket.socket(socket.AF_UNIX) as rank:
+        rank.bind(str(tmp_path / "socket"))
+        rank.listen()
+        rank.setblocking(False)
+        peer = Peer(b"", "127.0.0.1", 0, 1, tensor_path=str(tmp_path / "socket"))
+        found = Departures([peer], clock=lambda: now_s)
+        found.note(0, False)
+        while now_s < 300.0:
+            found.check()
+            with contextlib.suppress(BlockingIOError):
+                rank.accept()[0].close()
+                looked.append(now_s)
+            now_s += 0.25
     assert looked[:4] == [0.0, 0.5, 1.5, 3.5] and len(looked) < 20

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket
+import struct
 import sys
 import threading
 import time
@@ -19,13 +20,14 @@ import zmq
 from benchmarks.machine.strangers import GREETING, KINDS, strangers
 from scheduler.plan.plan import Plan
 from star_hvd.channel import connection_filter, handshake_limiter
-from star_hvd.channel.handshake_limiter import CONTROL_BYTES, HandshakeLimiter
+from star_hvd.channel.handshake_limiter import CONTROL_BYTES, HandshakeLimiter, Listener
 from star_hvd.channel.keys import JobKey, Keyring, Peer
 from star_hvd.ps.common.auth import connect
 from tests.support.ps_cluster import DEADLINE_S, cluster
 
 FEW, MANY = 200, 1000
 IN_S = 90.0  # A rank that the crowd keeps out for longer is out.
+TCP_INFO_BYTES, BYTES_ACKED = 136, 120  # Of `struct tcp_info` in Linux.
 MOST_BYTES = 50e6  # Without limits 1,000 that flood take 1,000 MB.
 
 pytestmark = pytest.mark.timeout(900)
@@ -184,18 +186,28 @@ def test_a_handshake_has_a_deadline_and_the_oldest_of_too_many_go_first(caplog: 
 
 def test_no_file_of_the_process_is_taken_for_a_connection() -> None:
     """The number of a connection that is closed may belong to anything by the time the list is looked through."""
-    context, watch = zmq.Context(), HandshakeLimiter()
-    found = handshake_limiter._Listener(context.socket(zmq.PAIR), max_pending=0, handshake_s=0.0)
+    context = zmq.Context()
+    monitor, events = context.socket(zmq.PAIR), context.socket(zmq.PAIR)
+    monitor.bind("inproc://monitor")
+    events.connect("inproc://monitor")
+    found = Listener(monitor, max_pending=0, handshake_s=0.0)
     listener = socket.create_server(("127.0.0.1", 0))
-    found._port = listener.getsockname()[1]
     other, mine = socket.create_server(("127.0.0.1", 0)), socket.socketpair()
     reader, writer = os.pipe()
     try:
         near = socket.create_connection(other.getsockname())
         far, _ = other.accept()
-        found._pending = dict.fromkeys((reader, writer, mine[0].fileno(), near.fileno(), far.fileno(), 9999), 0.0)
-        found.sweep(time.monotonic())
-        assert found.evicted == 0 and not found._pending
+        descriptors = (reader, writer, mine[0].fileno(), near.fileno(), far.fileno(), 9999)
+        endpoint = b"tcp://127.0.0.1:%d" % listener.getsockname()[1]
+        events.send_multipart([struct.pack("=Hi", zmq.EVENT_LISTENING, listener.fileno()), endpoint])
+        for descriptor in descriptors:
+            events.send_multipart([struct.pack("=Hi", zmq.EVENT_ACCEPTED, descriptor), endpoint])
+        limit_s = time.monotonic() + IN_S
+        while found.accepted < len(descriptors) and time.monotonic() < limit_s:
+            assert found.take_events()
+        assert found.pending.keys() == set(descriptors)
+        found.sweep(time.monotonic() + 1.0)
+        assert found.evicted == 0 and not found.pending
         os.write(writer, b"x")
         mine[0].sendall(b"y")
         near.sendall(b"z")
@@ -205,7 +217,6 @@ def test_no_file_of_the_process_is_taken_for_a_connection() -> None:
             end.close()
         os.close(reader)
         os.close(writer)
-        watch.stop()
         context.destroy(linger=0)
 
 
@@ -214,11 +225,11 @@ def test_a_rank_comes_through_a_crowd_with_a_large_message(known: bool, monkeypa
     """From an address of the job, and from one that nobody was told of, which waits its turn."""
     if not known:
         # At least so many requests are let in, however many come: its turn comes.
-        monkeypatch.setattr(connection_filter, "_LEAST", 0.25)
+        monkeypatch.setattr(connection_filter, "LEAST_SHARE", 0.25)
     with ring_of_two() as (own, friend, router, port):
-        note = own._limiter._listeners[0]
+        note = own.limiter.listeners[0]
         if not known:
-            own._limiter.know(())
+            own.limiter.know(())
         with strangers("flood", FEW, "127.0.0.1", port):
             limit_s = time.monotonic() + IN_S
             while not note.limited and time.monotonic() < limit_s:
@@ -229,19 +240,19 @@ def test_a_rank_comes_through_a_crowd_with_a_large_message(known: bool, monkeypa
             dealer.send(bytes(CONTROL_BYTES // 2))
             assert router.poll(1e3 * IN_S) and len(router.recv_multipart()[1]) == CONTROL_BYTES // 2
             dealer.close(linger=0)
-        before = note._accepted
+        before = note.accepted
         limit_s = time.monotonic() + IN_S
-        while note._share.value < 1.0 and time.monotonic() < limit_s:
+        while note.share.value < 1.0 and time.monotonic() < limit_s:
             time.sleep(0.05)
-        assert note._share.value == 1.0 and note._accepted - before < FEW, "the crowd is gone"
+        assert note.share.value == 1.0 and note.accepted - before < FEW, "the crowd is gone"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="filters of sockets")
 def test_the_first_strangers_already_say_no_more_than_a_handshake_needs() -> None:
     with ring_of_two() as (own, friend, router, port):
-        note = own._limiter._listeners[0]
+        note = own.limiter.listeners[0]
         limit_s = time.monotonic() + IN_S
-        while note._limit is None and time.monotonic() < limit_s:
+        while note.filter is None and time.monotonic() < limit_s:
             time.sleep(0.01)
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.sendall(KINDS["flood"][0])
@@ -249,9 +260,9 @@ def test_the_first_strangers_already_say_no_more_than_a_handshake_needs() -> Non
             stranger.settimeout(0.5)
             with contextlib.suppress(TimeoutError):
                 stranger.sendall(bytes(1 << 24))
-            [descriptor] = note._pending
-            with handshake_limiter._lent(descriptor) as connection:
-                _, received = handshake_limiter._acked_and_received(connection)
+            assert len(note.pending) == 1
+            info = stranger.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+            (received,) = struct.unpack_from("<Q", info, BYTES_ACKED)  # What the other end has acknowledged.
             assert received <= len(KINDS["flood"][0]) + 1  # TCP counts the request for the connection.
             assert not note.limited, "one is no crowd"
             dealer = friend.client(0, b"1", port=port)
@@ -274,7 +285,7 @@ def test_a_message_larger_than_the_limit_is_refused_before_it_is_sent() -> None:
 def test_the_sizes_of_a_handshake_are_as_the_watch_takes_them_to_be() -> None:
     """A library that says less would have ranks shut, one that says more would let strangers stay."""
     with ring_of_two() as (own, friend, router, port):
-        note = own._limiter._listeners[0]
+        note = own.limiter.listeners[0]
         silent = socket.create_connection(("127.0.0.1", port))
         silent.sendall(GREETING)
         assert len(silent.recv(64, socket.MSG_WAITALL)) == 64
@@ -284,9 +295,9 @@ def test_the_sizes_of_a_handshake_are_as_the_watch_takes_them_to_be() -> None:
         assert router.poll(1e3 * IN_S) and router.recv_multipart()[0] == b"2"
         limit_s = time.monotonic() + IN_S
         # The one that is in is forgotten, which takes READY to have been acknowledged; the other one stays.
-        while (note._succeeded < 2 or len(note._pending) > 1) and time.monotonic() < limit_s:
+        while (note.succeeded < 2 or len(note.pending) > 1) and time.monotonic() < limit_s:
             time.sleep(0.01)
-        while [note._progress(descriptor) for descriptor in note._pending] != [64]:  # TCP acknowledges with delay.
+        while [note.progress_bytes(descriptor) for descriptor in note.pending] != [64]:  # TCP acknowledges with delay.
             assert time.monotonic() < limit_s
             time.sleep(0.01)
         kept.send(b"again")

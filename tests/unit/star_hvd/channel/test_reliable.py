@@ -189,7 +189,8 @@ class Machine(RuleBasedStateMachine):
     def memory_is_bounded(self) -> None:
         for end in (self.net.client, self.net.server):
             assert end.stream.unacknowledged <= LIMITS.messages
-            assert len(end.stream._probes) <= 16 and len(end.stream._retired) <= 8
+            probes, incarnations = end.stream.remembered
+            assert probes <= 16 and incarnations <= 8
             assert end.stream.emitted() == [], "nothing is held back"
 
     def teardown(self) -> None:

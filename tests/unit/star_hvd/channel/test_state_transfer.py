@@ -19,9 +19,9 @@ from scheduler.transmission.pace import SHARE, Pace
 from star_hvd.channel.keys import Keyring, Peer
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.state_transfer import (
-    _HEADER,
-    _MANIFEST,
-    _REQUEST,
+    MANIFEST_SIZE,
+    REPLY_HEADER,
+    REQUEST,
     Caller,
     OtherRanks,
     PacedReplies,
@@ -291,11 +291,11 @@ def test_a_paced_reply_ends_where_its_asker_asks_again_and_others_do_not_wait_fo
         try:
             with pytest.raises(DeadlineError):
                 ask(asking.caller, 0, 0, time.monotonic() + 0.2, state_too=True, pace=asking.pace)
-            assert server._paced
+            assert server.paced_replies
             got = fetch(client, 0, 0, 60.0)
-            assert got is not None and same(got, snapshot) and server._paced, "another connection"
+            assert got is not None and same(got, snapshot) and server.paced_replies, "another connection"
             got = ask(asking.caller, 0, 0, time.monotonic() + 60.0, state_too=True)
-            assert got is not None and same(got, snapshot) and not server._paced
+            assert got is not None and same(got, snapshot) and not server.paced_replies
         finally:
             asking.caller.close()
             server.stop()
@@ -350,13 +350,13 @@ def test_a_silent_server_costs_no_more_than_the_deadline() -> None:
 
 
 def header(number: int, total: int, offset: int, size: int, magic: bytes = b"STAR", protocol: int = 2) -> bytes:
-    return _HEADER.pack(magic, protocol, 0, number, total, offset, size)
+    return REPLY_HEADER.pack(magic, protocol, 0, number, total, offset, size)
 
 
 MANIFEST, BODY = pack_snapshot(Snapshot(1, [torch.ones(4)], [{}]))
 LONG = len(MANIFEST)
 SIZE = LONG + len(BODY)
-BEGIN = [header(0, 3, 0, SIZE), _MANIFEST.pack(LONG)]
+BEGIN = [header(0, 3, 0, SIZE), MANIFEST_SIZE.pack(LONG)]
 SECOND = [header(1, 3, 0, SIZE), MANIFEST]
 REPLIES = {
     "one frame": [[b"x"]],
@@ -372,7 +372,7 @@ REPLIES = {
     "size changes": [BEGIN, SECOND, [header(2, 3, LONG, 99), BODY]],
     "absurd size": [[header(0, 3, 0, 1 << 41), BEGIN[1]], SECOND],
     "absurd total": [[header(0, 1 << 31, 0, SIZE), BEGIN[1]], SECOND],
-    "absurd manifest": [[BEGIN[0], _MANIFEST.pack(1 << 60)], SECOND, [header(2, 3, LONG, SIZE), BODY]],
+    "absurd manifest": [[BEGIN[0], MANIFEST_SIZE.pack(1 << 60)], SECOND, [header(2, 3, LONG, SIZE), BODY]],
     "begin": [[BEGIN[0], MANIFEST]],
     "manifest": [BEGIN, [header(1, 3, 0, SIZE), b"\xc1" * LONG], [header(2, 3, LONG, SIZE), BODY]],
 }
@@ -385,13 +385,13 @@ def test_damaged_replies(replies: list[list[bytes]]) -> None:
         def answer() -> None:
             if router.poll(60_000):
                 peer, request = router.recv_multipart()
-                number, *wanted = _REQUEST.unpack(request)
+                number, *wanted = REQUEST.unpack(request)
                 assert wanted == [0, 1, 0, 0]
                 for head, *payload in replies:
-                    if len(head) == _HEADER.size:
-                        fields = list(_HEADER.unpack(head))
+                    if len(head) == REPLY_HEADER.size:
+                        fields = list(REPLY_HEADER.unpack(head))
                         fields[2] = number
-                        head = _HEADER.pack(*fields)
+                        head = REPLY_HEADER.pack(*fields)
                     router.send_multipart([peer, head, *payload])
 
         thread = threading.Thread(target=answer)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import select
 
-import pytest
 import zmq
 
-from star_hvd.channel import state_transfer
 from star_hvd.channel.state_transfer import TensorServer
 from star_hvd.channel.wakeup import Wakeup
 
@@ -32,12 +30,11 @@ def test_a_wakeup_is_readable_from_wake_until_clear() -> None:
     assert wakeup.fileno() == -1
 
 
-def test_a_tensor_server_that_waits_for_fetches_ends_when_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_transfer, "_POLL_MS", 3_600_000)
+def test_a_tensor_server_that_waits_for_fetches_ends_when_it_is_stopped() -> None:
     with zmq.Context() as context:
         router = context.socket(zmq.ROUTER)
         router.bind("inproc://tensors")
-        server = TensorServer(router, lambda *_: None, 1 << 20)
+        server = TensorServer(router, lambda *_: None, 1 << 20, poll_ms=3_600_000)
         server.start()
         server.stop(60.0)
         assert router.closed, "its thread, which closes the socket, has ended"

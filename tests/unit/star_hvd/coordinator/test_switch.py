@@ -13,7 +13,7 @@ from scheduler.plan.completion import resolve
 from scheduler.plan.headroom import Headroom
 from scheduler.plan.plan import Plan, PlanError
 from scheduler.rules.step_closing import ClosingRule
-from star_hvd.channel.late_push import LatePushes, is_measured, rate_of
+from star_hvd.channel.late_push import PUSH_HEADER, LatePushes, is_measured, rate_of
 from star_hvd.channel.messages.switch import Commit, Servers
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.switch import Switch
@@ -274,10 +274,8 @@ def test_a_subgroup_closes_without_its_members_that_are_away_and_never_waits_for
 
 
 def push_frames(body: bytes, chunk: int, *, number: int = 1, attempt: int = 0) -> list[list[bytes]]:
-    from star_hvd.channel.late_push import _HEADER
-
     return [
-        [_HEADER.pack(b"STAL", 2, 0, 3, 77, number, attempt, 5, offset, len(body)), body[offset : offset + chunk]]
+        [PUSH_HEADER.pack(b"STAL", 2, 0, 3, 77, number, attempt, 5, offset, len(body)), body[offset : offset + chunk]]
         for offset in range(0, len(body), chunk)
     ]
 
