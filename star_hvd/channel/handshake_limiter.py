@@ -304,7 +304,8 @@ class Listener:
     def _is_known(self, descriptor: int) -> bool:
         try:
             with _lent(descriptor) as connection:
-                return connection.getpeername()[0] in self.known
+                peer = connection.getpeername()
+                return isinstance(peer, tuple) and peer[0] in self.known  # Of a reused descriptor anything.
         except OSError:
             return False
 
