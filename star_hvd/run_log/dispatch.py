@@ -25,23 +25,20 @@ from star_hvd.locks import ordered_condition
 from star_hvd.run_log import layout
 from star_hvd.threads import supervised
 
-__all__ = ["Dispatch", "close", "send"]
+__all__ = ["MOST_FAILURES", "SHIPPER_PROGRAM", "Dispatch", "close", "send"]
 
 logger = logging.getLogger("star_hvd")
 
 _AFTER_S = 3.0  # MLflow's import should not slow down a job's first steps, nor run for a job that fails at once.
 _CHECK_INTERVAL_S = 1.0
 _HEALTHY_S = 30.0  # A process that lived for this long resets the count of failures.
-_FIRST_PAUSE_S = 2.0  # Before a restart; doubled each time.
-_MOST_FAILURES = 5
+_FIRST_PAUSE_S = 2.0
+MOST_FAILURES = 5
+"""Consecutive ends of the shipper after which the runs stay on disk."""
+
 _CLOSE_S = 2.0  # Takes milliseconds, unless the machine is very busy.
 
-# `python -m star_hvd.run_log.shipper` would import torch and Horovod with the package: 2 s and 300 MB. The shipper
-# needs neither, so it gets the package without its `__init__`. It is not a child of the rank, because horovodrun ends
-# the children of all ranks when a rank fails.
-# It first lowers its priority, since it runs beside the job's first steps or last second. If Linux groups processes by
-# session, `nice` counts only within a session, and the session's own priority is set through /proc.
-_START = (
+SHIPPER_PROGRAM = (
     "import os, sys, types\n"
     "for lower in (lambda: os.nice(19),\n"
     "              lambda: os.getsid(0) == os.getpid() and open('/proc/self/autogroup', 'wb', 0).write(b'19')):\n"
@@ -55,17 +52,36 @@ _START = (
     "from star_hvd.run_log.shipper import main\n"
     "sys.exit(main(int(sys.argv[3])))\n"
 )
+"""The shipper's program; its arguments are the package's folder, the one above it, and rank 0's process id.
+
+`python -m star_hvd.run_log.shipper` would import torch and Horovod with the package: 2 s and 300 MB. The shipper needs
+neither, so it gets the package without its `__init__`. It is not a child of the rank, because horovodrun ends the
+children of all ranks when a rank fails. It first lowers its priority, since it runs beside the job's first steps or
+last second. If Linux groups processes by session, `nice` counts only within a session, and the session's own priority
+is set through /proc.
+"""
 
 
 class Dispatch:
     """The shipper of this process. `send` and `close` may be called from any thread.
+
+    Args:
+        after_s: Time from the first run to the shipper's start.
+        first_pause_s: Time before its first restart, doubled each time.
+        check_interval_s: Interval of checks whether it runs.
 
     Attributes:
         starts: Number of times it was started.
         failures: Number of consecutive times it ended too early.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        after_s: float = _AFTER_S,
+        first_pause_s: float = _FIRST_PAUSE_S,
+        check_interval_s: float = _CHECK_INTERVAL_S,
+    ) -> None:
+        self._after_s, self._first_pause_s, self._check_interval_s = after_s, first_pause_s, check_interval_s
         self.starts = 0
         self.failures = 0
         self._changed = ordered_condition("Dispatch._changed")
@@ -121,7 +137,7 @@ class Dispatch:
         while not closing:
             with self._changed:
                 if not self._closing and not (self._new and self._line is not None):
-                    self._changed.wait(_CHECK_INTERVAL_S)
+                    self._changed.wait(self._check_interval_s)
                 closing = self._closing
             try:
                 if not self._check(closing):
@@ -135,9 +151,9 @@ class Dispatch:
         if self._line is not None and _is_gone(self._line):
             self._note_end()
         now_s = time.monotonic()
-        due = closing or now_s >= max(self._restart_at_s, self._begun_s + _AFTER_S)
+        due = closing or now_s >= max(self._restart_at_s, self._begun_s + self._after_s)
         if self._line is None and self._runs and due:
-            if self.failures >= _MOST_FAILURES:
+            if self.failures >= MOST_FAILURES:
                 logger.error("the run log's sender failed %d times; star-hvd sync-logs sends the rest", self.failures)
                 return False
             self._start()
@@ -185,7 +201,7 @@ class Dispatch:
             self.failures = 0
         if left:
             self.failures += 1
-            self._restart_at_s = time.monotonic() + _FIRST_PAUSE_S * 2.0 ** (self.failures - 1)
+            self._restart_at_s = time.monotonic() + self._first_pause_s * 2.0 ** (self.failures - 1)
             logger.warning("the sender of the run log ended with %d runs left; it is restarted", left)
 
     def _disconnect(self) -> None:
@@ -206,7 +222,7 @@ def start_sender(label: Path, line: socket.socket) -> subprocess.Popen[bytes]:
     skipped = ("HOROVOD_", "OMPI_", "PMI_", "PMIX_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(skipped)}
     environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "MALLOC_ARENA_MAX": "1"}
-    command = [sys.executable, "-c", _START, str(package), str(package.parent), str(os.getpid()), str(label)]
+    command = [sys.executable, "-c", SHIPPER_PROGRAM, str(package), str(package.parent), str(os.getpid()), str(label)]
     # Its own session, since a signal to the job's group must not end it; no output, which horovodrun would wait for.
     with open(os.devnull, "wb") as null:
         return subprocess.Popen(

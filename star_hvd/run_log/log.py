@@ -57,6 +57,9 @@ class RunLog:
         ship: Whether rank 0 has the run sent to MLflow (`dispatch`), rather than `star-hvd sync-logs` later.
         background: Whether a thread writes; otherwise only `flush` and `close` do.
         clock: Returns seconds; used to date events and to limit windows to one per second.
+        most_queued: Events kept while they are not written.
+        max_bytes: Size of a file at which no more events find room.
+        end_bytes: Additional room for the end event of a full file.
     """
 
     def __init__(
@@ -70,6 +73,9 @@ class RunLog:
         ship: bool = True,
         background: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        most_queued: int = _QUEUE,
+        max_bytes: int = _MAX_BYTES,
+        end_bytes: int = _END_BYTES,
     ) -> None:
         self.directory = directory
         self.dropped = 0
@@ -79,7 +85,8 @@ class RunLog:
         self._clock = clock
         self._began_s = clock()
         self._began_unix_s = time.time()
-        self._queue: deque[tuple[int, bool, str, _Event]] = deque(maxlen=_QUEUE)
+        self._queue: deque[tuple[int, bool, str, _Event]] = deque(maxlen=most_queued)
+        self._most_queued, self._max_bytes, self._end_bytes = most_queued, max_bytes, end_bytes
         self._numbers = itertools.count()
         self._expected = 0
         self._held: dict[bool, list[str]] = {False: [], True: []}
@@ -210,9 +217,9 @@ class RunLog:
             logger.warning("no run log: %s cannot be written (%s); training goes on without", self.directory, error)
             self.enabled = False
             return
-        self._files[False] = SpoolWriter(self.directory / f"rank{self._rank}.jsonl", _MAX_BYTES)
+        self._files[False] = SpoolWriter(self.directory / f"rank{self._rank}.jsonl", self._max_bytes)
         if self._rank == 0:
-            self._files[True] = SpoolWriter(self.directory / layout.EVENTS, _MAX_BYTES)
+            self._files[True] = SpoolWriter(self.directory / layout.EVENTS, self._max_bytes)
         self._job_event("facts", {"values": {"world_size": world_size, **job}})
         if self._thread is not None:
             self._thread.start()
@@ -223,19 +230,19 @@ class RunLog:
         while not self._stop.wait(_WRITE_INTERVAL_S):
             self.flush()
         for file in self._files.values():
-            file.max_bytes += _END_BYTES
+            file.max_bytes += self._end_bytes
         self.flush()
         for file in self._files.values():
             file.close()
 
     def flush(self) -> None:
-        """Write what is queued; lines that cannot be written are kept for the next time, at most `_QUEUE` of them.
+        """Write what is queued; lines that cannot be written are kept for the next time, at most `most_queued` of them.
 
         Called by the log's own thread or, without one, by the caller's; never by two threads at once.
         """
         taken: list[tuple[int, bool, str, _Event]] = []
         with contextlib.suppress(IndexError):
-            while len(taken) < _QUEUE:
+            while len(taken) < self._most_queued:
                 taken.append(self._queue.popleft())
         for position, (number, of_job, kind, event) in enumerate(taken):
             self.dropped += number - self._expected if number >= self._expected else -1  # Numbers may be out of order.
@@ -244,9 +251,9 @@ class RunLog:
             if position % _YIELD_AFTER == _YIELD_AFTER - 1:
                 time.sleep(0.0005)  # The training thread may be waiting for the interpreter lock.
         for of_job, held in self._held.items():
-            if len(held) > _QUEUE:
-                self.dropped += len(held) - _QUEUE
-                del held[:-_QUEUE]
+            if len(held) > self._most_queued:
+                self.dropped += len(held) - self._most_queued
+                del held[: -self._most_queued]
             try:
                 if held:
                     self._files[of_job].append_lines(held)
@@ -269,7 +276,7 @@ class RunLog:
             # The files of all ranks fill up at about the same time; one warning is enough.
             level = logging.WARNING if self._rank == 0 else logging.INFO
             text = "a file of the run log in %s gets full (limit %d MiB); from now on fewer %s entries are kept"
-            logger.log(level, text, self.directory, _MAX_BYTES >> 20, kind)
+            logger.log(level, text, self.directory, self._max_bytes >> 20, kind)
 
     def _note_failure(self, error: OSError) -> None:
         if not self._failing:

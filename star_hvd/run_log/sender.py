@@ -62,6 +62,7 @@ class Sender:
         uri: MLflow's tracking URI.
         experiment: The experiment the run belongs to; by default `layout.experiment_name()`.
         on_progress: Called whenever MLflow has accepted something.
+        batch: Most metrics in one request.
 
     Raises:
         ValueError: The folder contains no run, a damaged one, or one of another version.
@@ -74,6 +75,7 @@ class Sender:
         *,
         experiment: str | None = None,
         on_progress: Callable[[], None] = lambda: None,
+        batch: int = _BATCH,
     ) -> None:
         about = layout.read_about(directory)
         self.directory = directory
@@ -83,7 +85,7 @@ class Sender:
         self._root = directory.parent.parent
         self._client: Any = None
         self._named = experiment
-        self._on_progress = on_progress
+        self._on_progress, self._batch = on_progress, batch
         self._experiment = ""
         self._offset = 0
         self._params: dict[str, str] = {}
@@ -141,7 +143,7 @@ class Sender:
             if offset <= self._sent.get("offset", 0):
                 continue
             rows.extend(self._act(event, self._about["began_unix_s"]))
-            if len(rows) >= _BATCH:
+            if len(rows) >= self._batch:
                 self._log(rows)
                 rows = []
                 self._note(offset)
@@ -235,8 +237,8 @@ class Sender:
     def _log(self, rows: list[MetricRow], run_id: str | None = None) -> None:
         from mlflow.entities import Metric
 
-        for at in range(0, len(rows), _BATCH):
-            metrics = [Metric(*row) for row in rows[at : at + _BATCH]]
+        for at in range(0, len(rows), self._batch):
+            metrics = [Metric(*row) for row in rows[at : at + self._batch]]
             self._client.log_batch(run_id or self._sent["run_id"], metrics=metrics)
 
     def _send_files(self) -> None:

@@ -87,9 +87,14 @@ class Shipping:
     Args:
         lines: Input lines; they end with the job.
         job: Process id of rank 0; None to use the end of `lines` only.
+        poll_s: Interval at which new events are sent.
+        idle_s: Time without a run after which `run` returns.
     """
 
-    def __init__(self, lines: Iterable[str], job: int | None = None) -> None:
+    def __init__(
+        self, lines: Iterable[str], job: int | None = None, *, poll_s: float = _POLL_S, idle_s: float = _IDLE_S
+    ) -> None:
+        self._poll_s, self._idle_s = poll_s, idle_s
         self.progress_s = time.monotonic()
         self.over = threading.Event()  # The job has ended.
         self._lines = lines
@@ -109,19 +114,19 @@ class Shipping:
         import_mlflow()
         self._note_progress()
         threading.Thread(target=self._watch, daemon=True).start()
-        pause_s = _POLL_S
+        pause_s = self._poll_s
         while True:
             over = self.over.is_set()  # Read first, so that all runs named before the end are taken below.
             self._take()
             fine = self._round(over)
-            if not self._runs and (over or time.monotonic() > self.progress_s + _IDLE_S):
+            if not self._runs and (over or time.monotonic() > self.progress_s + self._idle_s):
                 self._done.set()
                 return
-            pause_s = _POLL_S if fine else min(_LARGEST_PAUSE_S, 2.0 * pause_s)
+            pause_s = self._poll_s if fine else min(_LARGEST_PAUSE_S, 2.0 * pause_s)
             if fine and (over or any(one.ended_s is not None for one in self._runs)):
                 time.sleep(_SOON_S)  # Some rank is still writing the end of its file.
             else:
-                self._wake.wait(_POLL_S if over else pause_s)
+                self._wake.wait(self._poll_s if over else pause_s)
                 self._wake.clear()
 
     def give_up(self, text: str) -> None:
@@ -172,7 +177,7 @@ class Shipping:
 
     def _watch(self) -> None:
         """Exit if a server hangs for two minutes after the job's end."""
-        while not self.over.wait(_POLL_S) and not self._done.is_set():
+        while not self.over.wait(self._poll_s) and not self._done.is_set():
             # A process forked by some library in the job may hold the other end of the pipe open.
             if self._job is not None and not _is_alive(self._job):
                 self.over.set()

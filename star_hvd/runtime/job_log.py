@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from star_hvd.modes.step_reporter import StepReporter
     from star_hvd.runtime.model_loader import ModelLoader
 
-__all__ = ["JobLog", "check_curves"]
+__all__ = ["JobLog", "Pace", "check_curves"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -67,7 +67,7 @@ class JobLog:
         self._ranker = ranker
         self._plans_logged = 0
         self._outcome_logged = (-1, -1)  # Plan and last step of the latest outcome.
-        self._pace = _Pace()
+        self._pace = Pace()
         self._curves = set() if curves is None else curves
         # Read here, on the training thread, because schedules change hyperparameters with the first steps, and runs are
         # searched by the initial ones.
@@ -220,8 +220,8 @@ def check_curves(curves: Collection[str]) -> None:
         )
 
 
-class _Pace:
-    """Steps per second over the last few seconds."""
+class Pace:
+    """Steps per second over the last five seconds."""
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()

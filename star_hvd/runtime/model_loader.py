@@ -26,7 +26,7 @@ __all__ = ["ModelLoader", "digest"]
 logger = logging.getLogger("star_hvd")
 
 _LOOK_INTERVAL_S = 0.02
-_LATEST_S = 10.0  # If the first step takes longer, the predictor is loaded during that step.
+_LATEST_S = 10.0
 
 
 class ModelLoader:
@@ -35,13 +35,17 @@ class ModelLoader:
     `STAR_MODEL` names the predictor: a folder, or a registered model as `models:/name@alias`. By default it is the one
     shipped with the package. If it is missing or damaged, a warning is logged.
 
+    Args:
+        latest_s: Longest wait for the first step; if it takes longer, the predictor is loaded during it.
+
     Attributes:
         facts: For the run log, which model decides: `source` (`shipped`, the value of `STAR_MODEL`, or `cost_model`),
             `sha256` (`digest`), and `fallback`, the reason if the cost model replaces the wanted model. None while
             loading.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, latest_s: float = _LATEST_S) -> None:
+        self._latest_s = latest_s
         self.facts: dict[str, str] | None = None
         self._loaded: Ranker | None = None
         self._begun: Callable[[], bool] = lambda: True
@@ -61,7 +65,7 @@ class ModelLoader:
         return rank(offered, conditions) if loaded is None else loaded(offered, conditions, window, active)
 
     def _run(self) -> None:
-        latest_s = time.monotonic() + _LATEST_S
+        latest_s = time.monotonic() + self._latest_s
         while not self._begun() and time.monotonic() < latest_s:
             time.sleep(_LOOK_INTERVAL_S)
         self._begun = lambda: True  # The old one may hold a reference to an optimizer.

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -78,15 +79,30 @@ def test_nothing_that_is_written_of_a_run_has_them(
     log.close("FINISHED", 5.0)
     directory = tmp_path / "runs" / "one"
 
+    made: list[str] = []
+
     class Refuses:
+        """A server that is gone after it has made the run."""
+
+        def get_experiment_by_name(self, name: str) -> object:
+            return SimpleNamespace(experiment_id="0")
+
+        def search_runs(self, *asked: object, **more: object) -> list[object]:
+            return []
+
+        def create_run(self, *given: object, run_name: str, **more: object) -> object:
+            made.append(run_name)
+            return SimpleNamespace(info=SimpleNamespace(run_id=run_name))
+
         def __getattr__(self, name: str) -> object:
             raise RuntimeError(f"cannot reach {URI} as t0p-s3cret")
 
     monkeypatch.setattr("star_hvd.run_log.sender.connect", lambda uri: Refuses())
-    sender = Sender(directory, URI)
-    sender._note(0)
-    assert layout.read_json(directory / "sent.json")["uri"] == redacted(URI)
-    assert Sender(directory, URI)._sent["offset"] == 0, "it is known again by what was written"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="cannot reach"):
+            Sender(directory, URI).send()
+        assert layout.read_json(directory / "sent.json")["uri"] == redacted(URI)
+    assert made == ["one"], "it is known again by what was written"
     assert sync_logs.send_run(directory, URI, again=False) == "failed"
     said = capsys.readouterr()
     written = "".join(path.read_text() for path in directory.iterdir() if path.is_file())

@@ -103,9 +103,8 @@ def test_a_folder_that_cannot_be_made_switches_it_off(tmp_path: Path) -> None:
     log.close()
 
 
-def test_a_queue_that_overflows_loses_the_oldest_and_counts_them(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("star_hvd.run_log.log._QUEUE", 100)
-    log = _log(tmp_path, rank=1, background=False)  # Nothing is written before the end.
+def test_a_queue_that_overflows_loses_the_oldest_and_counts_them(tmp_path: Path) -> None:
+    log = _log(tmp_path, rank=1, background=False, most_queued=100)  # Nothing is written before the end.
     for step in range(250):
         log.step(_report(step))
     log.flush()
@@ -200,11 +199,9 @@ def _fill(log: RunLog, steps: int) -> None:
 
 
 def test_a_file_that_gets_full_thins_out_and_keeps_what_matters(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("star_hvd.run_log.log._MAX_BYTES", 200_000)
-    monkeypatch.setattr("star_hvd.run_log.log._END_BYTES", 0)
-    log = _log(tmp_path, background=False, clock=_seconds())
+    log = _log(tmp_path, background=False, clock=_seconds(), max_bytes=200_000, end_bytes=0)
     _fill(log, 3000)
     log.close()
     events = _events(log.directory / "events.jsonl")

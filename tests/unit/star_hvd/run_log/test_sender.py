@@ -70,16 +70,13 @@ class Recorder:
 def recorder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     found = Recorder(tmp_path)
     monkeypatch.setattr(dispatch, "start_sender", found.start)
-    monkeypatch.setattr(dispatch, "_AFTER_S", 0.1)
-    monkeypatch.setattr(dispatch, "_FIRST_PAUSE_S", 0.05)
-    monkeypatch.setattr(dispatch, "_CHECK_INTERVAL_S", 0.05)
     monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: name)
     return found
 
 
 @pytest.fixture
 def sending(recorder: Recorder) -> Iterator[Dispatch]:
-    found = Dispatch()
+    found = Dispatch(after_s=0.1, first_pause_s=0.05, check_interval_s=0.05)
     yield found
     found.close(DEADLINE_S)
 
@@ -109,10 +106,8 @@ def test_fifty_optimizers_one_after_another_have_one_sender(
     wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_job_of_a_moment_starts_it_at_its_end(
-    tmp_path: Path, recorder: Recorder, sending: Dispatch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dispatch, "_AFTER_S", 1e6)
+def test_a_job_of_a_moment_starts_it_at_its_end(tmp_path: Path, recorder: Recorder) -> None:
+    sending = Dispatch(after_s=1e6, check_interval_s=0.05)
     sending.send(a_run(tmp_path, "one"))
     time.sleep(0.3)
     assert sending.starts == 0, "a job that fails at once does not pay for it"
@@ -158,7 +153,7 @@ def test_one_that_cannot_run_is_given_up(
     recorder.how = "dies"
     sending.send(a_run(tmp_path, "one"))
     wait_for(lambda: "star-hvd sync-logs sends the rest" in caplog.text)
-    assert sending.starts == dispatch._MOST_FAILURES == len(recorder.pids)
+    assert sending.starts == dispatch.MOST_FAILURES == len(recorder.pids)
     sending.send(a_run(tmp_path, "two"))  # Without effect, and without an error.
 
 
@@ -180,7 +175,7 @@ def test_a_child_made_by_fork_neither_holds_the_line_nor_sends(tmp_path: Path, r
         "from star_hvd.run_log import dispatch\n"
         "from tests.unit.star_hvd.run_log.test_sender import Recorder\n"
         "place = Path(sys.argv[1])\n"
-        "dispatch.start_sender, dispatch._AFTER_S = Recorder(place).start, 0.0\n"
+        "dispatch.start_sender = Recorder(place).start\n"
         "dispatch.send(place / 'runs' / 'one')\n"
         "while not list(place.glob('*.told')): time.sleep(0.02)\n"
         "if os.fork() == 0:\n"
@@ -234,7 +229,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSender]:
     monkeypatch.setattr(FakeSender, "broken", False)
     monkeypatch.setattr(shipper, "Sender", FakeSender)
     monkeypatch.setattr(shipper, "import_mlflow", lambda: None)
-    monkeypatch.setattr(shipper, "_POLL_S", 0.05)
     return FakeSender
 
 
@@ -253,8 +247,9 @@ class Line:
         self._file.close()
 
 
-def started(shipping: Shipping) -> threading.Thread:
-    thread = threading.Thread(target=shipping.run, daemon=True)
+def started(lines: Any, job: int | None = None, **settings: float) -> threading.Thread:
+    """A `Shipping` at work, which looks often."""
+    thread = threading.Thread(target=Shipping(lines, job, poll_s=0.05, **settings).run, daemon=True)
     thread.start()
     return thread
 
@@ -262,7 +257,7 @@ def started(shipping: Shipping) -> threading.Thread:
 def test_two_optimizers_at_once_go_through_one_sender(tmp_path: Path, fake: type[FakeSender]) -> None:
     runs = [a_run(tmp_path, name) for name in ("one", "two")]
     line = Line()
-    thread = started(Shipping(line.lines))
+    thread = started(line.lines)
     for run in runs:
         (run / layout.RUN).touch()
         line.tell(run)
@@ -276,13 +271,10 @@ def test_two_optimizers_at_once_go_through_one_sender(tmp_path: Path, fake: type
     assert not thread.is_alive() and fake.made[0].finished == "KILLED"
 
 
-def test_it_ends_by_itself_when_it_has_nothing_to_do(
-    tmp_path: Path, fake: type[FakeSender], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shipper, "_IDLE_S", 0.3)
+def test_it_ends_by_itself_when_it_has_nothing_to_do(tmp_path: Path, fake: type[FakeSender]) -> None:
     run, line = a_run(tmp_path, "one"), Line()
     (run / layout.RUN).touch()
-    thread = started(Shipping(line.lines))
+    thread = started(line.lines, idle_s=0.3)
     line.tell(run)
     wait_for(lambda: fake.made)
     time.sleep(0.5)
@@ -300,7 +292,7 @@ def test_a_server_that_is_down_is_asked_again_and_a_folder_that_is_none_is_left_
         (run / layout.RUN).touch()
         (run / "end").touch()
     fake.broken = True
-    thread = started(Shipping(line.lines))
+    thread = started(line.lines)
     for run in reversed(runs):
         line.tell(run)
     line.end()
@@ -319,7 +311,7 @@ def test_a_job_that_is_gone_is_noticed_though_the_line_is_open(
     job = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
     run, line = a_run(tmp_path, "one"), Line()
     (run / layout.RUN).touch()
-    thread = started(Shipping(line.lines, job.pid))
+    thread = started(line.lines, job.pid)
     line.tell(run)
     wait_for(lambda: fake.made)
     assert not fake.made[0].finished
@@ -343,7 +335,7 @@ def test_other_ranks_get_a_moment_to_end_their_files(tmp_path: Path, fake: type[
     rank = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert rank.stdout is not None and rank.stdout.readline().strip() == "True"
-        thread = started(Shipping(line.lines))
+        thread = started(line.lines)
         line.tell(run)
         wait_for(lambda: fake.made)
         time.sleep(0.5)

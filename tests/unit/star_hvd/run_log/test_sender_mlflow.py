@@ -17,7 +17,7 @@ import pytest
 
 from scheduler.plan.plan import Plan
 from scheduler.records import StepReport, StepTimes
-from star_hvd.run_log import RunLog, layout, report_page, sync_logs
+from star_hvd.run_log import RunLog, dispatch, layout, report_page, sync_logs
 from star_hvd.run_log import sender as sender_module
 from star_hvd.run_log.sender import Sender, connect
 from tests.support.extras import needs
@@ -143,9 +143,8 @@ def test_a_sender_that_dies_anywhere_is_continued(
     root: Path, store: str, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that fails after the n-th request: a sender goes on; nothing is missing or double."""
-    monkeypatch.setattr(sender_module, "_BATCH", 6)
     reference = write_run(root / "reference")
-    Sender(reference, store).finish("KILLED")
+    Sender(reference, store, batch=6).finish("KILLED")
     whole = everything(root, store)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", f"{layout.experiment_name()}-broken-{calls}")
     directory = root / "runs" / RUN
@@ -169,7 +168,7 @@ def test_a_sender_that_dies_anywhere_is_continued(
             return call
 
     monkeypatch.setattr(sender_module, "connect", lambda uri: Failing())
-    sender, failures = Sender(directory, store), 0
+    sender, failures = Sender(directory, store, batch=6), 0
     for _ in range(200):
         try:
             sender.finish("KILLED")
@@ -178,7 +177,7 @@ def test_a_sender_that_dies_anywhere_is_continued(
             failures += 1
             left = calls + failures  # Ever later, so that every place is hit once.
             if failures % 2:
-                sender = Sender(directory, store)  # The process died with it.
+                sender = Sender(directory, store, batch=6)  # The process died with it.
     assert failures > 2
     sent = everything(root, store)
     assert sorted(sent) == sorted(whole)
@@ -258,15 +257,13 @@ def test_a_run_of_another_version_is_refused(root: Path, store: str, capsys: pyt
 
 @pytest.mark.slow
 def test_the_sender_gives_way_to_the_job_and_imports_no_torch_horovod_pandas(root: Path, store: str) -> None:
-    from star_hvd.run_log import dispatch as module
-
     directory = write_run(root)
-    check = module._START.replace("if os.fork(): os._exit(0)\n", "").replace(
+    check = dispatch.SHIPPER_PROGRAM.replace("if os.fork(): os._exit(0)\n", "").replace(
         "sys.exit(main(int(sys.argv[3])))",
         "main(int(sys.argv[3]))\nprint(os.nice(0), sorted({'torch', 'horovod', 'pandas'} & set(sys.modules)))",
     )
     assert "fork" not in check and "print" in check
-    package = Path(module.__file__).resolve().parents[1]
+    package = Path(dispatch.__file__).resolve().parents[1]
     words = [sys.executable, "-c", check, str(package), str(package.parent), str(os.getpid())]
     told = json.dumps({"directory": str(directory), "uri": layout.tracking_uri(root), "experiment": "elsewhere"})
     done = subprocess.run(words, input=f"{told}\nnonsense\n", capture_output=True, text=True, timeout=300, cwd=root)

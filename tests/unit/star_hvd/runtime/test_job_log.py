@@ -23,7 +23,7 @@ from star_hvd.loader import shard
 from star_hvd.modes.step_reporter import StepReporter
 from star_hvd.run_log import new_run_name
 from star_hvd.run_log.spool import read_events
-from star_hvd.runtime.job_log import JobLog, _Pace, check_curves
+from star_hvd.runtime.job_log import JobLog, Pace, check_curves
 from star_hvd.runtime.model_loader import ModelLoader, digest
 from tests.support.job_states import Job
 from tests.support.loaders import World
@@ -160,7 +160,7 @@ def test_windows_have_all_ranks_folds_the_pace_and_the_batch(teller: StepReporte
 
 
 def test_the_pace_is_of_the_last_seconds() -> None:
-    pace = _Pace()
+    pace = Pace()
     assert math.isnan(pace.note(0.0, 0))
     assert pace.note(1.0, 10) == 10.0
     for second in range(2, 20):

@@ -23,15 +23,15 @@ PLAN = Plan.subgroup(4, (0, 1, 2), plan_id=1)
 def test_a_set_that_was_not_made_once_is_made_when_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     trouble = [True]
 
-    def make(ranks: tuple[int, ...]) -> tuple[Any, bool]:
+    def add(made: Any) -> Any:
         time.sleep(0.1)
         if trouble[0]:
             raise RuntimeError("a rank was frozen")
-        return object(), True
+        return made
 
     monkeypatch.setattr(process_sets, "unavailable_reason", lambda: None)
-    monkeypatch.setattr(process_sets, "_dynamic", lambda: True)
-    monkeypatch.setattr(process_sets, "_make", make)
+    monkeypatch.setenv("HOROVOD_DYNAMIC_PROCESS_SETS", "1")
+    monkeypatch.setattr(process_sets, "add_process_set", add)
     monkeypatch.setattr(process_sets, "remove_process_set", lambda gone: True)
     keyring: Any = SimpleNamespace(peers=[None] * 4)
     key: Any = None

@@ -48,8 +48,7 @@ def test_it_is_loaded_after_the_first_step_and_nobody_waits(monkeypatch: pytest.
 
 def test_without_a_first_step_it_is_loaded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAR_MODEL", "cost_model")
-    monkeypatch.setattr("star_hvd.runtime.model_loader._LATEST_S", 0.1)
-    ranker = ModelLoader()
+    ranker = ModelLoader(latest_s=0.1)
     ranker.load_after(lambda: False)
     await_end("star-model")
     assert ranker.facts == {"source": "cost_model"}
