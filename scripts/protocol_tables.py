@@ -5,7 +5,7 @@
     python scripts/protocol_tables.py --check    exit status 1 if the page is out of date
 
 Kind, fields and meaning of a control message come from its dataclass and docstring; senders and receivers are the
-modules that construct it and those that distinguish it (`case`, `isinstance`, a table `_HANDLERS`). The sources are
+modules that construct it and those that distinguish it (`case`, `isinstance`, a table `HANDLERS`). The sources are
 parsed, not imported: only the standard library is needed.
 """
 
@@ -121,7 +121,7 @@ def uses(root: Path, names: set[str]) -> tuple[dict[str, set[str]], dict[str, se
 def _distinguished(node: ast.AST, tree: ast.Module, imported: Mapping[str, str], names: set[str]) -> Iterator[str]:
     if isinstance(node, ast.MatchClass):
         yield from _named(node.cls, imported, names)
-    elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "_HANDLERS":
+    elif isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "HANDLERS":
         for key in node.value.keys if isinstance(node.value, ast.Dict) else []:
             yield from _named(key, imported, names) if key is not None else ()
     elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":

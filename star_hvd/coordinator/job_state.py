@@ -155,7 +155,7 @@ class JobState:
         if rank in self._absent:
             self._absent.discard(rank)
             self._broadcast(Presence(rank, True))
-        _HANDLERS[type(message)](self, rank, message, now_s)
+        HANDLERS[type(message)](self, rank, message, now_s)
 
     def tick(self, now_s: float) -> float:
         """Act on what is due; return the latest time for the next call."""
@@ -467,7 +467,7 @@ def _on_optimizer(handler: Callable[[OptimizerState, int, Any, float], None]) ->
     return lambda job, rank, message, now_s: handler(job._optimizer(message.optimizer_id), rank, message, now_s)
 
 
-_HANDLERS: dict[type[Message], _Handler] = {
+HANDLERS: dict[type[Message], _Handler] = {
     Hello: lambda job, rank, message, now_s: None,
     Heartbeat: lambda job, rank, message, now_s: None,
     Register: JobState._register,

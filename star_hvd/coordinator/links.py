@@ -55,15 +55,16 @@ class LinkSurvey:
     Args:
         world_size: Number of ranks.
         hosts: Address of every rank's host; if empty, each rank is on a host of its own.
+        sweep: Number of the first sweep; in each one a rank sends to another one first.
 
     Attributes:
         bytes_per_s: Rate of every rank's link as of the last sweep, NaN where unknown.
     """
 
-    def __init__(self, world_size: int, hosts: Sequence[str] = ()) -> None:
+    def __init__(self, world_size: int, hosts: Sequence[str] = (), sweep: int = 0) -> None:
         self.bytes_per_s = [math.nan] * world_size
         self._hosts = tuple(hosts) or tuple(map(str, range(world_size)))
-        self._sweep = 0
+        self._sweep = sweep
         self._todo = deque(self._ring())
         self._next_s = self._began_s = 0.0
         self._asked: dict[int, int] = {}  # Probes without an answer: sender to receiver.

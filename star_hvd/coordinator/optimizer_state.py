@@ -139,7 +139,7 @@ class OptimizerState:
         self._next_plan_id = 1
         self._decide_at_s = self._decide_next_s = 0.0  # Next window; the same without a trigger.
         self._alerts = Alerts(config)
-        self._readiness = Readiness(optimizer_id, self._sets, send)
+        self.readiness = Readiness(optimizer_id, self._sets, send)
         self._trigger = SlowReportTrigger(world_size)
 
     # ---- events ---------------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class OptimizerState:
             self._wanted, self._rates_by_s = wanted, now_s + _RATES_S
             if self._awaits_rates:
                 with contextlib.suppress(PlanError):  # `publish` logs it.
-                    self._readiness.for_plan(self._resolve(wanted))  # Start servers at their probable places meanwhile.
+                    self.readiness.for_plan(self._resolve(wanted))  # Start servers at their probable places meanwhile.
             elif not (wanted.uneven or wanted.steal):  # Otherwise published once a loader feeds the ranks.
                 self.publish(wanted, now_s)
         self.start(now_s)
@@ -518,8 +518,8 @@ class OptimizerState:
         plan = self.choice.decide(window, self.active, self.stragglers, now_s)
         self._note_outcomes(self.choice.take_outcomes())
         if self._may_relax and (plan is None or plan.family == "all_ranks"):
-            self._readiness.for_links(self.links.to_prepare_for(now_s), self.gradient_bytes, self.blocked)
-            self._readiness.for_plan(self.choice.coming, self.blocked)
+            self.readiness.for_links(self.links.to_prepare_for(now_s), self.gradient_bytes, self.blocked)
+            self.readiness.for_plan(self.choice.coming, self.blocked)
         if plan is not None:
             self.predictions_by_plan[self._next_plan_id] = self.choice.predictions()
             self.predictions_by_plan.pop(self._next_plan_id - _MAX_UNLOGGED_PREDICTIONS, None)  # Without a run log.

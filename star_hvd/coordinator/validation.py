@@ -44,9 +44,9 @@ from star_hvd.channel.messages.switch import (
 )
 from star_hvd.errors import ChannelError
 
-__all__ = ["check"]
+__all__ = ["FROM_RANKS", "check"]
 
-_FROM_RANKS: tuple[type[Message], ...] = (
+FROM_RANKS: tuple[type[Message], ...] = (
     Arrive,
     Away,
     Consumed,
@@ -90,7 +90,7 @@ _TIMES_OF: dict[type[Message], tuple[tuple[str, Callable[[Any], float]], ...]] =
         for name, _ in wire_fields(cls.kind)
         if name.rpartition(".")[2] in _TIMES
     )
-    for cls in _FROM_RANKS
+    for cls in FROM_RANKS
 }
 _STEP_OF: dict[type[Message], str] = {
     **dict.fromkeys((Arrive, HeaderNote, Drained, Switched), "step"),

@@ -53,6 +53,7 @@ class CoordinatorClient:
             anything did.
         step: Returns the step that the training thread is at.
         most_samples: Returns the most samples in a batch of a loader that fit in memory, 0 if unknown.
+        ask_again_s: Time without an answer after which a request for samples is repeated.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class CoordinatorClient:
         raise_failure: Callable[[], None],
         step: Callable[[], int] = lambda: 0,
         most_samples: Callable[[int], int] = lambda loader: 0,
+        ask_again_s: float = _ASK_AGAIN_S,
     ) -> None:
         self._config = config
         self._rank = rank
@@ -71,6 +73,7 @@ class CoordinatorClient:
         self._consumed: queue.SimpleQueue[Consumed] = queue.SimpleQueue()
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
         self._step, self._most_samples = step, most_samples
+        self._ask_again_s = ask_again_s
         self._sizes: dict[int, BatchSizes] = {}  # By loader.
         # By loader and epoch, of the last two epochs.
         self._stocks: dict[tuple[int, int], LeaseStock | MicrobatchStock] = {}
@@ -328,7 +331,7 @@ class CoordinatorClient:
         if kind is messages.EpochEnd and (loader, epoch) in self._ended:
             return self._ended.pop((loader, epoch))
         limit_s = time.monotonic() + deadline_s
-        again_s = time.monotonic() + _ASK_AGAIN_S
+        again_s = time.monotonic() + self._ask_again_s
         while True:
             try:
                 message = self._grants.get(timeout=0.5)
@@ -342,7 +345,7 @@ class CoordinatorClient:
                     ) from None
                 if asked is not None and time.monotonic() > again_s:
                     self._agent.send(asked)
-                    again_s += _ASK_AGAIN_S
+                    again_s += self._ask_again_s
                 continue
             same = getattr(message, "loader", -1) == loader and getattr(message, "epoch", -1) == epoch
             answers = asked is None or getattr(message, "number", 0) == asked.number

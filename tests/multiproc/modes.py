@@ -164,7 +164,7 @@ def beforehand() -> Facts:
     step()
     if run.coordinator is not None:
         with run.coordinator.job_state() as job:
-            readiness = job.optimizers[driver_of(optimizer).number]._readiness
+            readiness = job.optimizers[driver_of(optimizer).number].readiness
             readiness.for_plan(served)
             readiness.for_links([2.5e7, 2.5e7, 2.5e7, 2.5e6], 1_000_000)
     there, began_s = torch.zeros(1), time.monotonic()

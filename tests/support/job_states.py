@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from scheduler.records import Plan, StepTimes
@@ -58,6 +61,24 @@ class Job:
     @property
     def engine(self) -> Any:
         return self.state.optimizers[0]
+
+
+def runtime_of(state: JobState | None, rank: int = 0, **counts: int) -> SimpleNamespace:
+    """As much of a rank's runtime as explanations and reports ask for; rank 0 has the coordinator's state.
+
+    Args:
+        state: The coordinator's state, None on a rank without a coordinator.
+        rank: The rank.
+        counts: Messages that the coordinator has counted as `malformed`, `lost` or `repeated`.
+    """
+
+    @contextlib.contextmanager
+    def look() -> Iterator[JobState | None]:
+        yield state
+
+    counted = {"malformed": 0, "lost": 0, "repeated": 0} | counts
+    coordinator = None if state is None else SimpleNamespace(job_state=look, **counted)
+    return SimpleNamespace(rank=rank, coordinator=coordinator, drivers={}, keyring=SimpleNamespace(denied=0))
 
 
 def only(heard: list[m.Message], kind: type[m.Message]) -> list[Any]:

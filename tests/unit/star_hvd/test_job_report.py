@@ -2,36 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from scheduler.records import Plan
-from star_hvd.coordinator.job_state import JobState
-from star_hvd.job_report import _build, explain
+from star_hvd.job_report import explain, report
 from star_hvd.runtime import runtime
-from tests.support.job_states import Job
-
-QUIET: Any = SimpleNamespace(malformed=0, lost=0, repeated=0)
-
-
-def run_of(state: JobState | None, rank: int = 0) -> SimpleNamespace:
-    """As much of a runtime as is asked; rank 0 has the coordinator's state."""
-
-    @contextlib.contextmanager
-    def look() -> Iterator[JobState | None]:
-        yield state
-
-    coordinator = None if state is None else SimpleNamespace(job_state=look)
-    return SimpleNamespace(rank=rank, coordinator=coordinator, drivers={})
+from tests.support.job_states import Job, runtime_of
 
 
 def test_a_sentence_of_an_old_decision_says_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(3)
-    monkeypatch.setattr(runtime, "_current", run_of(job.state))
+    monkeypatch.setattr(runtime, "current", lambda: runtime_of(job.state))
     assert explain() == "no mode is active: no optimizer was made yet"
     job.register(None)
     assert explain() == "step 0: no window was evaluated yet"
@@ -48,19 +29,20 @@ def test_a_sentence_of_an_old_decision_says_its_step(monkeypatch: pytest.MonkeyP
         explain(7)
 
 
-def test_the_table_says_since_when_its_reason_holds() -> None:
+def test_the_table_says_since_when_its_reason_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     job = Job(3)
+    monkeypatch.setattr(runtime, "current", lambda: runtime_of(job.state))
     job.register(None)
     job.engine.steps = 207
-    assert str(_build(job.engine, QUIET, 0)).startswith("step 207: sync since step 0 ")
+    assert str(report()).startswith("step 207: sync since step 0 ")
     plan = Plan.partial(3, 2, plan_id=1, reason="rank 2 is slow")
     job.engine.active = plan
     job.engine.plans.append((5, plan))
-    assert str(_build(job.engine, QUIET, 0)).startswith("step 207: partial(2) since step 5 (rank 2 is slow)")
+    assert str(report()).startswith("step 207: partial(2) since step 5 (rank 2 is slow)")
 
 
 def test_who_does_not_know_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "_current", run_of(None, rank=2))
+    monkeypatch.setattr(runtime, "current", lambda: runtime_of(None, rank=2))
     assert explain() == "only rank 0 can explain; this is rank 2"
-    monkeypatch.setattr(runtime, "_current", None)
+    monkeypatch.setattr(runtime, "current", lambda: None)
     assert explain().startswith("no mode is active: ")

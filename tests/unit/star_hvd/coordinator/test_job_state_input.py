@@ -10,14 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.plan.plan import SET_IDLE_S
 from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages import switch as s
 from star_hvd.channel.messages.switch import ServerRestarted, ServerUp
-from star_hvd.coordinator.job_state import _HANDLERS
-from star_hvd.coordinator.validation import _FROM_RANKS
+from star_hvd.coordinator.job_state import HANDLERS
+from star_hvd.coordinator.validation import FROM_RANKS
 from star_hvd.errors import ChannelError
-from tests.support.job_states import PLAN, Job, relaxed_job
+from tests.support.job_states import PLAN, Job, only, relaxed_job
 
 BAD = [
     m.Register(0, {"mode": "turbo", "world_size": 3, "quorum": 3}, {}),
@@ -193,10 +194,15 @@ def test_a_rank_that_opens_loaders_and_optimizers_without_end_is_refused() -> No
 
 
 def test_a_plan_that_was_never_published_does_not_free_process_sets() -> None:
-    job = relaxed_job()
-    job.say(1, m.Arrive(0, 6, 1 << 40, StepTimes(0.1), 0.0))
-    assert max(job.state._sets._acts_on[0]) < 10
+    job = Job(3)
+    job.register(Plan.subgroup(3, (0, 1)))
+    for rank in range(3):
+        job.arrive(rank, 5, plan_id=1)
+    assert job.engine.active.mode == "subgroup"
+    for rank in range(3):
+        job.say(rank, m.Arrive(0, 6, 1 << 40, StepTimes(0.1), 0.0))
+    assert only(job.pass_time(2.0 * SET_IDLE_S), s.DropSet) == []
 
 
 def test_every_message_that_a_rank_may_send_has_a_handler() -> None:
-    assert set(_HANDLERS) == set(_FROM_RANKS)
+    assert set(HANDLERS) == set(FROM_RANKS)

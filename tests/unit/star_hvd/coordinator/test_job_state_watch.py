@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -320,7 +322,7 @@ def test_a_second_slow_step_in_sync_is_answered_before_the_next_window() -> None
     assert job.engine.explain() == answered[0][1].plan["reason"], "also before it is in force"
 
 
-def test_many_that_become_slow_together_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_that_become_slow_together_are_looked_at_together() -> None:
     job, looks = Job(64, Config(decide_interval_s=0.1)), 0
     job.register(None)
     for step in range(8):
@@ -328,14 +330,17 @@ def test_many_that_become_slow_together_are_looked_at_together(monkeypatch: pyte
             job.arrive(rank, step, compute_s=0.05)
         job.now_s += 0.1
         job.tick()
-    decide = job.engine._decide
 
-    def counted(now_s: float) -> None:
-        nonlocal looks
-        looks += 1
-        decide(now_s)
+    def counted(look: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*given: Any) -> Any:
+            nonlocal looks
+            looks += 1
+            return look(*given)
 
-    monkeypatch.setattr(job.engine, "_decide", counted)
+        return counting
+
+    choice = job.engine.choice
+    choice.decide, choice.watch = counted(choice.decide), counted(choice.watch)  # Every window goes to one of them.
     for step in (8, 9):
         for rank in range(30):
             job.now_s += 1e-4

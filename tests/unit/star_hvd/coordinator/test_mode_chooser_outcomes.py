@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from scheduler.diagnosis.stragglers import find_stragglers
 from scheduler.plan.plan import Plan
 from scheduler.policy.switch_outcome import SwitchOutcome
-from star_hvd import env
+from star_hvd import env, job_report
 from star_hvd.config import Config
 from star_hvd.coordinator.mode_chooser import Choice
-from star_hvd.job_report import _build
 from star_hvd.run_log import RunLog
 from star_hvd.run_log.convert import RunState
 from star_hvd.run_log.page import write_page
 from star_hvd.run_log.spool import read_events
-from tests.support.job_states import Job
+from star_hvd.runtime import runtime
+from tests.support.job_states import Job, runtime_of
 from tests.support.windows import steady, window
 
 BAD = SwitchOutcome(
@@ -28,7 +26,9 @@ BAD = SwitchOutcome(
 SAID = "partial(2) was predicted 1.1x faster than sync, was 0.83x over 31 steps"
 
 
-def test_the_coordinator_keeps_it_and_the_report_tells_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_coordinator_keeps_it_and_the_report_tells_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = Job(3)
     job.register(None)
     predicting = job.engine.choice.policy
@@ -37,8 +37,9 @@ def test_the_coordinator_keeps_it_and_the_report_tells_it(caplog: pytest.LogCapt
     job.tick()
     assert job.engine.outcomes == [BAD] and predicting.outcomes == []
     assert f"step 64: {SAID}" in caplog.text
-    coordinator: Any = SimpleNamespace(malformed=1, lost=2, repeated=4)
-    report = _build(job.engine, coordinator, 0)
+    monkeypatch.setattr(runtime, "current", lambda: runtime_of(job.state, malformed=1, lost=2, repeated=4))
+    report = job_report.report()
+    assert report is not None
     assert (report.dropped_messages, report.denied_connections, report.repeated_messages) == (3, 0, 4)
     assert report.to_dict()["outcomes"][0]["sentence"] == SAID
     assert str(report).endswith(f"step 64: {SAID}")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from scheduler.records import Plan, PlanError
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.switch import DropSet, MakeSet, PrepareFailed, Restart, Switched
+from star_hvd.coordinator import optimizer_state
 from star_hvd.coordinator.mode_backoff import PreparationBackoff
 from star_hvd.coordinator.set_ledger import MOST_SETS, SetLedger
 from tests.support.job_states import Job, only
@@ -202,10 +203,10 @@ def test_a_mode_that_makes_no_sense_here_is_not_asked_for_all_the_time(
     job.register(Plan.ps(3, 2))
     job.say(1, PrepareFailed(0, 1, "the servers were not up in time"))
 
-    def refuse(plan: Plan) -> Plan:
+    def refuse(plan: Plan, *given: object, **more: object) -> Plan:
         raise PlanError("nobody has the state")
 
-    monkeypatch.setattr(job.engine, "_resolve", refuse)
+    monkeypatch.setattr(optimizer_state, "resolve", refuse)
     job.pass_time(100.0)
     assert caplog.text.count("is not possible in this job: nobody has the state") == 1
 

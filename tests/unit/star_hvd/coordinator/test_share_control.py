@@ -150,13 +150,13 @@ class Job:
         elif pick < 0.62 and self.changes_left and self.state.loader == 0 and not self.state.pending:
             self.changes_left -= 1
             over = self.ends and self.state.shares and self.random.random() < 0.5
-            self.state.propose([] if over else self._some_shares(), 0.0)
+            self.state.propose([] if over else self.some_shares(), 0.0)
         elif pick < 0.8:
             self._form(rank)
         else:
             self._train(rank)
 
-    def _some_shares(self) -> list[int]:
+    def some_shares(self) -> list[int]:
         total = BATCH * self.ranks
         cuts = sorted(self.random.sample(range(1, total), self.ranks - 1))
         return [end - begin for begin, end in zip([0, *cuts], [*cuts, total], strict=True)]
@@ -257,7 +257,7 @@ def test_the_global_batch_is_constant_and_every_sample_is_taken_once(
     whole = BATCH * ranks
     job = Job(seed, ranks, steps * whole + rest % whole, epochs=3, changes=0, ahead=ahead)
     job.state.opens(LeaseAsk(0, 0, job.samples, BATCH, False, 0), job.samples)
-    job.state.shares = tuple(job._some_shares())
+    job.state.shares = tuple(job.some_shares())
     for rank, sizes in enumerate(job.sizes):  # As after an order before the epoch.
         sizes.on_message(ShareProposal(0, 1, list(job.state.shares)))
         sizes.on_message(ShareOrder(0, 1, True, list(job.state.shares), 0, EPOCH_START, job.samples))

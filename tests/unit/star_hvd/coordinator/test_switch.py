@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import deque
 from typing import Any
 
 import pytest
@@ -175,9 +174,7 @@ def test_a_link_that_is_slow_from_both_sides_is_not_measured_again() -> None:
 
 def test_a_disturbed_measurement_is_not_confirmed_by_what_comes_from_a_slow_link() -> None:
     """Seen beside other work: rank 2 was disturbed once, and what rank 3 sent to it came over a slow link."""
-    survey, once = LinkSurvey(4), {(2, 1): 1.8}
-    survey._sweep = 2  # In which the ranks send to (0, 3), (1, 0), (2, 1), (3, 2).
-    survey._todo = deque(survey._ring())
+    survey, once = LinkSurvey(4, sweep=2), {(2, 1): 1.8}  # The ranks send to (0, 3), (1, 0), (2, 1), (3, 2).
     for tenth in range(40):
         due = survey.due(tenth / 10, wanted=lambda: True)
         if due is not None:
