@@ -25,7 +25,7 @@ from rich.table import Table
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.spec import write_json
 
-__all__ = ["Load", "main", "worker"]
+__all__ = ["Load", "main", "results_table", "worker"]
 
 _LIMIT = 1.05
 _BUSY_S = 0.02  # Length of one busy interval of a load process.
@@ -159,11 +159,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json is not None:
         cores = len(os.sched_getaffinity(0))
         write_json(args.json, {"schema": 1, "cores": cores, "limit": _LIMIT, "jobs": found})
-    console.print(_table(found))
+    console.print(results_table(found))
     return 0 if max(one["ratio"] for one in found) <= _LIMIT else _EXIT_FAILED
 
 
-def _table(found: Sequence[dict[str, Any]]) -> Table:
+def results_table(found: Sequence[dict[str, Any]]) -> Table:
+    """Return the results of all cases, one per row."""
     table = Table(title=f"auto against sync, nobody slow, {len(os.sched_getaffinity(0))} cores", box=box.SIMPLE)
     for name in ("ranks", "other work", "sync ms/step", "auto ms/step", "ratio", "plans", "left again"):
         table.add_column(name, justify="right")

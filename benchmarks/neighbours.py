@@ -33,7 +33,7 @@ from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.spec import write_json
 from benchmarks.machine.quota import QuotaError, find_cpu_group
 
-__all__ = ["Phase", "halves", "main", "median_in", "ratios"]
+__all__ = ["Phase", "busy_load", "containers", "halves", "main", "median_in", "ratios"]
 
 _LIMIT = 1.05
 _HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -75,7 +75,7 @@ def ratios(ends_s: Sequence[float], phases: Sequence[Phase]) -> dict[str, list[f
 
 
 @contextmanager
-def _containers() -> Iterator[tuple[Path, ...]]:
+def containers() -> Iterator[tuple[Path, ...]]:
     """Make control groups with a quota for each host; yield their folders, host by host, one per controller.
 
     Raises:
@@ -112,7 +112,7 @@ def _join(groups: Sequence[Path], host: int) -> None:
 
 
 @contextmanager
-def _load(begin: Callable[[], None], count: int) -> Iterator[None]:
+def busy_load(begin: Callable[[], None], count: int) -> Iterator[None]:
     """Run processes that call `begin` and compute without end; they end when their input closes, so with this one."""
     code = (
         "import os, sys, threading\n"
@@ -191,7 +191,7 @@ def _served_by(args: argparse.Namespace) -> None:
     dice, found = random.Random(args.seed), []
     for trial in range(args.trials):
         burnt = dice.randrange(2)
-        with _load(lambda burnt=burnt: _join(groups, burnt), _BURNERS if rank == 0 else 0):
+        with busy_load(lambda burnt=burnt: _join(groups, burnt), _BURNERS if rank == 0 else 0):
             if trial:
                 time.sleep(_SETTLE_S)
             else:
@@ -275,7 +275,7 @@ def _run(role: str, ranks: int, out: Path, args: argparse.Namespace, **more: obj
 def _measure_busy(args: argparse.Namespace) -> dict[str, Any]:
     """Run trials of several jobs; in the first trial of each, the load starts before the job."""
     trials: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="neighbours-") as folder, _containers() as groups:
+    with tempfile.TemporaryDirectory(prefix="neighbours-") as folder, containers() as groups:
         for seed in range(args.jobs):
             most = -(-args.total // args.jobs)
             out, places = Path(folder) / f"busy{seed}.json", ",".join(map(str, groups))

@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 
 from benchmarks.lab.report import straggler_phrase
 
-__all__ = ["Strip", "main", "member_strip", "plot"]
+__all__ = ["Strip", "main", "member_strip", "modes_phrase", "plot"]
 
 STYLE = {
     "straggler_free": ("#8a8a8a", "Horovod, none slow"),
@@ -177,7 +177,7 @@ def _draw_strip(axes: Axes, strip: Strip) -> None:
     axes.tick_params(axis="y", length=0)
     for time_s, _, _ in strip.changes:
         axes.axvline(time_s, color="0.15", linewidth=1.0, linestyle=(0, (3, 2)))
-    lines = textwrap.wrap(_modes_phrase(strip), TITLE_CHARACTERS)
+    lines = textwrap.wrap(modes_phrase(strip), TITLE_CHARACTERS)
     beside = len(lines[-1]) <= TITLE_CHARACTERS // 2  # The legend fits in the same line.
     axes.set_title("\n".join(lines if beside else [*lines, ""]), loc="left", fontsize=10)
     handles = [
@@ -190,7 +190,7 @@ def _draw_strip(axes: Axes, strip: Strip) -> None:
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-def _modes_phrase(strip: Strip) -> str:
+def modes_phrase(strip: Strip) -> str:
     """Return all modes in order: `star_hvd: sync, partial(3) from step 5, ps(backup=1) from step 77`."""
     if not strip.changes:
         return f"star_hvd: {strip.modes[0]} throughout"

@@ -32,7 +32,7 @@ from benchmarks.machine.netns_launch import netns_command, write_plan
 from benchmarks.machine.quota import QuotaError
 from benchmarks.traces import TraceError
 
-__all__ = ["build_spec", "main", "make_parser", "measure", "versions"]
+__all__ = ["build_spec", "main", "make_parser", "measure", "run_deadline_s", "versions"]
 
 OVERHEAD_ALLOWANCE_S = 0.15  # Per step, on a loaded machine; used only for the deadline.
 SETUP_ALLOWANCE_S = 180.0
@@ -53,7 +53,7 @@ def measure(spec: RunSpec, target: float, console: Console, args: argparse.Names
     write_json(run_dir / "spec.json", dataclasses.asdict(spec))
     units = len(spec.trained) * len(spec.seeds) * spec.epochs
     with progress_view(console, units) as view:
-        limits = {"deadline_s": args.deadline_s or _deadline_s(spec), "stall_s": args.stall_s}
+        limits = {"deadline_s": args.deadline_s or run_deadline_s(spec), "stall_s": args.stall_s}
         if spec.scenario == "killed-worker":
             run_elastic_jobs(spec, run_dir, on_progress=view.update, **limits)
         else:
@@ -93,7 +93,7 @@ def _launcher(spec: RunSpec, run_dir: Path) -> Iterator[list[str]]:
         yield netns_command(run_dir / "hosts.json", "benchmarks.lab.worker", str(run_dir))
 
 
-def _deadline_s(spec: RunSpec) -> float:
+def run_deadline_s(spec: RunSpec) -> float:
     """Return three times the expected time of the whole job if every step were as slow as the slowest."""
     slowdown = max(map(max, spec.rows))
     slowest_s = spec.device_s * slowdown * (4 if spec.quota_cores else 1) + OVERHEAD_ALLOWANCE_S

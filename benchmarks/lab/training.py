@@ -29,7 +29,7 @@ from benchmarks.machine.killed import Watch, kill_server
 from benchmarks.machine.link_rates import ask_for_rate
 from benchmarks.machine.quota import CpuQuota
 
-__all__ = ["Job", "Setting", "Snapshots", "bring_into_force", "train"]
+__all__ = ["Job", "Setting", "Snapshots", "bring_into_force", "equal_shares", "make_loader", "train"]
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 
@@ -159,7 +159,7 @@ def _samples(setting: Setting, scenario: Scenario) -> Dataset[Any]:
     return SlowSamples(setting.train, sample_s) if sample_s else setting.train
 
 
-def _loader(spec: RunSpec, samples: Dataset[Any], sampler: DistributedSampler[Any] | None) -> DataLoader[Any]:
+def make_loader(spec: RunSpec, samples: Dataset[Any], sampler: DistributedSampler[Any] | None) -> DataLoader[Any]:
     """Return a loader as in a typical script; its workers live as long as it does."""
     return DataLoader(
         samples,
@@ -171,7 +171,7 @@ def _loader(spec: RunSpec, samples: Dataset[Any], sampler: DistributedSampler[An
     )
 
 
-def _equal_shares(setting: Setting, samples: Dataset[Any], seed: int) -> Callable[[int], Batches]:
+def equal_shares(setting: Setting, samples: Dataset[Any], seed: int) -> Callable[[int], Batches]:
     """Return a function that gives this rank's equal share of each epoch, divided by `DistributedSampler`."""
     size = int(setting.hvd.size())
     sampler: DistributedSampler[Any] = DistributedSampler(
@@ -180,7 +180,7 @@ def _equal_shares(setting: Setting, samples: Dataset[Any], seed: int) -> Callabl
         rank=setting.rank,
         seed=seed,  # type: ignore[arg-type]
     )
-    loader = _loader(setting.spec, samples, sampler)
+    loader = make_loader(setting.spec, samples, sampler)
 
     def batches(epoch: int) -> Batches:
         sampler.set_epoch(epoch)
@@ -195,7 +195,7 @@ def _plain_job(
     import horovod.torch as hvd
 
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
-    batches = _equal_shares(setting, samples, seed)
+    batches = equal_shares(setting, samples, seed)
     return Job(optimizer=wrapped, batches=batches, global_step=lambda own_batches: own_batches)
 
 
@@ -224,11 +224,11 @@ def _star_job(
         options["accuracy"] = spec.accuracy
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
     if spec.feeding_of(variant) == "sampler":
-        batches = _equal_shares(setting, samples, seed)
+        batches = equal_shares(setting, samples, seed)
     else:
         cut = spec.microbatches > 1 and variant != "drop" and variant not in spec.modes  # Fixed modes do not cut.
         parts = {"microbatches": spec.microbatches} if cut else {}
-        loader = hvd.shard(_loader(spec, samples, None), seed=seed, **parts)
+        loader = hvd.shard(make_loader(spec, samples, None), seed=seed, **parts)
         batches = lambda _: loader  # noqa: E731
     return Job(optimizer=wrapped, batches=batches, global_step=lambda _: int(wrapped.stats()["steps"]))
 

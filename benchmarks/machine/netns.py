@@ -12,7 +12,17 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["INTERFACE", "Host", "Network", "NetworkError", "burst_bytes", "check_tools", "hosts_text", "stale_names"]
+__all__ = [
+    "INTERFACE",
+    "Host",
+    "Network",
+    "NetworkError",
+    "burst_bytes",
+    "check_tools",
+    "find_program",
+    "hosts_text",
+    "stale_names",
+]
 
 INTERFACE = "e0"  # Of every host, inside its namespace.
 PREFIX = "slab"
@@ -52,7 +62,7 @@ def check_tools() -> None:
     Raises:
         NetworkError: Not root, or a program is missing.
     """
-    missing = [name for name in ("ip", "tc") if _program(name) is None]
+    missing = [name for name in ("ip", "tc") if find_program(name) is None]
     if missing:
         raise NetworkError(f"{' and '.join(missing)} not found: on Debian or Ubuntu, apt-get install iproute2")
     if os.geteuid() != 0:
@@ -178,7 +188,8 @@ def _remove_stale() -> None:
         _ip("link", "del", link, check=False)
 
 
-def _program(name: str) -> str | None:
+def find_program(name: str) -> str | None:
+    """Return the path of an administrator's program, also if the user's `PATH` lacks its folder."""
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
 
 
@@ -189,7 +200,7 @@ def _ip(*arguments: str, check: bool = True) -> str:
 def _run(name: str, *arguments: str, check: bool = True) -> str:
     try:
         done = subprocess.run(
-            [_program(name) or name, *arguments],
+            [find_program(name) or name, *arguments],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -16,7 +16,8 @@ __all__ = ["add_arguments", "run"]
 LOGGED_TABLE = Path("training_logs/datasets/logged.csv.gz")
 """Table of the logged runs that `--mlflow` and `--runs` select."""
 
-_SHIPPED = Path(__file__).parents[2] / "datasets"
+SHIPPED_TABLES = Path(__file__).parents[2] / "datasets"
+"""Folder with the tables of the project, which are fitted to if there are no others."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,9 +71,10 @@ def run(options: argparse.Namespace) -> int:
 def _tables(options: argparse.Namespace) -> list[Path]:
     """The tables to fit to: the given ones or the default, and one of the selected logged runs."""
     tables = list(options.table) or [DEFAULT_TABLE]
-    if not options.table and not DEFAULT_TABLE.exists() and (shipped := sorted(_SHIPPED.glob("*.csv.gz"))):
+    if not options.table and not DEFAULT_TABLE.exists() and (shipped := sorted(SHIPPED_TABLES.glob("*.csv.gz"))):
         tables = shipped
-        print_line(f"{DEFAULT_TABLE} does not exist; fitting to {', '.join(one.name for one in shipped)} of {_SHIPPED}")
+        names = ", ".join(one.name for one in shipped)
+        print_line(f"{DEFAULT_TABLE} does not exist; fitting to {names} of {SHIPPED_TABLES}")
     if options.mlflow or options.runs is not None:
         rows = logged_rows(options)
         if not rows:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Booster", "BoosterError", "LightGBMMissing", "load_booster"]
+__all__ = ["Booster", "BoosterError", "LightGBMMissing", "find_library", "load_booster"]
 
 Array = npt.NDArray[np.float64]
 
@@ -39,7 +39,7 @@ def load_booster(text: str) -> Any:
         LightGBMMissing: It is not installed or cannot be loaded.
         BoosterError: The text is not a model.
     """
-    library = _library()
+    library = find_library()
     if library is not None:
         return Booster(text, library)
     try:
@@ -125,7 +125,7 @@ class Booster:
 
 
 @lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | None:
+def find_library() -> ctypes.CDLL | None:
     """Load LightGBM's C library; None if it is not in its package's folder.
 
     Raises:

@@ -34,7 +34,7 @@ from scheduler.learning.trial import try_heads
 from scheduler.plan.plan import Plan
 from scheduler.records import Window
 
-__all__ = ["FORMAT", "HEADS", "SHIPPED", "ModelError", "Predictor", "load"]
+__all__ = ["FORMAT", "HEADS", "SHIPPED", "SHIPPED_SHA256", "ModelError", "Predictor", "load", "read_about"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -47,7 +47,7 @@ HEADS = ("low", "middle", "high", "reach")
 SHIPPED = Path(__file__).parents[1] / "models" / "default"
 """The package's model."""
 
-_SHIPPED_SHA256 = "38f58c7966b9555457a8ba54f37a590ea5c60945abab1806f81e0f7804fc926e"
+SHIPPED_SHA256 = "38f58c7966b9555457a8ba54f37a590ea5c60945abab1806f81e0f7804fc926e"
 """SHA-256 of its `model.json`, which holds the hashes of its heads: this exact model needs no trial."""
 
 _FILE = "model.json"
@@ -180,9 +180,9 @@ def load(path: Path) -> Predictor:
     Raises:
         ModelError: The model is missing, damaged, or of another version, or LightGBM is not installed.
     """
-    about, digest = _about(path)
+    about, digest = read_about(path)
     texts = {head: _text(path, about, head) for head in HEADS}
-    if digest != _SHIPPED_SHA256:
+    if digest != SHIPPED_SHA256:
         try:
             try_heads(texts)
         except LightGBMMissing as error:
@@ -203,8 +203,12 @@ def load(path: Path) -> Predictor:
     return Predictor(about, boosters)
 
 
-def _about(path: Path) -> tuple[dict[str, Any], str]:
-    """Contents of `model.json`, checked, and its SHA-256."""
+def read_about(path: Path) -> tuple[dict[str, Any], str]:
+    """Return the contents of a model's `model.json`, checked, and its SHA-256.
+
+    Raises:
+        ModelError: There is no such file, or it describes no model for this version.
+    """
     try:
         raw = _bytes(path / _FILE)
         about = json.loads(raw.decode("utf-8"))

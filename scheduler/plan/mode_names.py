@@ -9,7 +9,7 @@ from typing import Any
 from scheduler.plan.plan import Plan, PlanError
 from scheduler.plan.transmission import Transmission
 
-__all__ = ["parse_mode"]
+__all__ = ["NAMED", "parse_mode"]
 
 _EXPECTED = (
     "'auto', 'sync', 'sync(balanced)', 'sync(24,12,16,24)', 'sync(steal)', 'partial', 'partial(m)', 'subgroup(0,1,2)', "
@@ -50,7 +50,7 @@ def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
     if text == "auto":
         return None
     found = _NAME.fullmatch(text)
-    make = _NAMED.get(found.group(1)) if found else None
+    make = NAMED.get(found.group(1)) if found else None
     if found is None or make is None:
         raise PlanError(f"mode is {mode!r}; expected {_EXPECTED}")
     given = {"reason": "asked for by the user", **fields}
@@ -145,7 +145,7 @@ def _make_local(n: int, argument: str | None, fields: dict[str, Any]) -> Plan:
     return Plan.local(n, steps=4 if argument is None else _whole(argument, "H in 'local(H)'"), **fields)
 
 
-_NAMED: dict[str, Callable[[int, str | None, dict[str, Any]], Plan]] = {
+NAMED: dict[str, Callable[[int, str | None, dict[str, Any]], Plan]] = {
     "sync": _make_sync,
     "partial": _make_partial,
     "subgroup": _make_subgroup,
@@ -157,3 +157,4 @@ _NAMED: dict[str, Callable[[int, str | None, dict[str, Any]], Plan]] = {
     "dynsgd": _make_dynsgd,
     "local": _make_local,
 }
+"""Makes a plan, by the name of its mode: of the number of ranks, the argument and the other fields."""

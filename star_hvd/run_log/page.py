@@ -13,7 +13,7 @@ from star_hvd.run_log.figures import curves_svg, modes_svg, ranks_svg
 from star_hvd.run_log.story import RunStory, read_story
 from star_hvd.run_log.timeline_figure import chosen_samples, steps_svg
 
-__all__ = ["sentence", "write_page"]
+__all__ = ["rank_table", "segment_table", "sentence", "summary_of", "write_page"]
 
 _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;margin:.5rem 0}td,th{padding:.15rem .7rem;text-align:right;border-bottom:1px solid #ddd}
@@ -74,7 +74,7 @@ def write_page(directory: Path, out: Path) -> Path:
     )
     parts = [
         f"<h1>Run {html.escape(story.name)}</h1>",
-        f"<p>{html.escape(_summary(story))}</p>",
+        f"<p>{html.escape(summary_of(story))}</p>",
         "<h2>Modes</h2>",
         modes_svg(story),
         "<p class=q>All figures have the same time axis; dashed lines are changes of mode.</p>",
@@ -82,12 +82,12 @@ def write_page(directory: Path, out: Path) -> Path:
         "<h2>Ranks</h2>",
         ranks_svg(story),
         "<p class=q>Colour: compute time over that of the median rank. Bars: when a rank was a straggler, and why.</p>",
-        _rank_table(story),
+        rank_table(story),
         *_steps(story),
         "<h2>Loss and accuracy</h2>",
         curves_svg(story) if story.curves else "<p class=q>No curve was logged: call hvd.record_loss(loss).</p>",
         "<h2>Segments</h2>",
-        _segment_table(story),
+        segment_table(story),
         "<h2>Job</h2>",
         _table(("", ""), flat(state.facts).items()),
     ]
@@ -108,7 +108,8 @@ def _steps(story: RunStory) -> list[str]:
     return ["<h2>One step</h2>", steps_svg(samples), f"<p class=q>{text}</p>"]
 
 
-def _summary(story: RunStory) -> str:
+def summary_of(story: RunStory) -> str:
+    """Return one sentence about a run, as plain text."""
     state = story.state
     ended = state.status or "not ended"
     text = f"{story.world_size} ranks, {state.last_step} steps in {state.last_s:.1f} s, {len(state.segments)} plans, "
@@ -136,7 +137,8 @@ def _target(story: RunStory) -> str:
     return f" Target {text} not reached (best {most if target.relation.startswith('>') else least:.4g})."
 
 
-def _rank_table(story: RunStory) -> str:
+def rank_table(story: RunStory) -> str:
+    """Return the table of a run's ranks, as HTML."""
     causes: dict[int, dict[str, int]] = {}
     for window in story.windows:
         for item in window.get("stragglers") or []:
@@ -153,7 +155,8 @@ def _rank_table(story: RunStory) -> str:
     return _table(names, rows)
 
 
-def _segment_table(story: RunStory) -> str:
+def segment_table(story: RunStory) -> str:
+    """Return the table of a run's plans, each with what was measured under it, as HTML."""
     rows = []
     for segment in story.state.segments:
         figures = segment.summary()

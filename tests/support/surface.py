@@ -39,7 +39,7 @@ def surface() -> dict[str, Any]:
         "names": {name: _described(getattr(star_hvd, name)) for name in sorted(star_hvd.__all__)},
         "config": {item.name: repr(item.default) for item in dataclasses.fields(star_hvd.Config)},
         "messages": sorted(_kinds()),
-        "modes": {"families": list(MODES), "rules": list(RULES), "names": sorted(mode_names._NAMED)},
+        "modes": {"families": list(MODES), "rules": list(RULES), "names": sorted(mode_names.NAMED)},
         "plan": sorted(_plan_keys()),
         "features": list(features.FEATURES),
         "columns": {"meta": list(dataset.META), "targets": list(dataset.TARGETS), "version": dataset.TABLE_VERSION},

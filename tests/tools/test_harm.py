@@ -7,7 +7,7 @@ import time
 import psutil
 import pytest
 
-from benchmarks.harm import Load, _table
+from benchmarks.harm import Load, results_table
 
 
 def test_a_load_ends_with_its_block() -> None:
@@ -26,6 +26,6 @@ def test_a_load_ends_with_its_block() -> None:
 def test_the_table_tells_what_auto_tried() -> None:
     run = {"plans": [{"mode": "sync"}, {"mode": "partial(1)"}, {"mode": "sync"}], "outcomes": [{"harmful": True}]}
     one = {"ranks": 2, "load": 1, "share": 0.5, "steps": 100, "sync_s": 2.0, "auto_s": 2.06, "ratio": 1.03}
-    table = _table([{**one, "runs": {"auto": [run]}}])
+    table = results_table([{**one, "runs": {"auto": [run]}}])
     cells = [next(iter(column.cells)) for column in table.columns]
     assert cells == ["2", "1 x 50%", "20.0", "20.6", "1.030", "sync, partial(1), sync", "1"]

@@ -196,7 +196,7 @@ class TestOptions:
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
-        monkeypatch.setattr("benchmarks.machine.netns._program", lambda name: f"/sbin/{name}")
+        monkeypatch.setattr("benchmarks.machine.netns.find_program", lambda name: f"/sbin/{name}")
         assert tta_main(["--scenario", "slow-link"]) == 77
         said = capsys.readouterr().err
         assert "scenario slow-link is impossible here" in said and "need root" in said

@@ -16,10 +16,10 @@ from benchmarks.lab.options import build_spec, make_parser
 from benchmarks.lab.scenarios import ScenarioError, input_slowdown, make_scenario
 from benchmarks.lab.spec import PLAIN_VARIANTS, RunSpec
 from benchmarks.lab.tasks import SlowSamples, defaults_for, load_task
-from benchmarks.lab.training import _equal_shares, _loader, make_clock
+from benchmarks.lab.training import equal_shares, make_clock, make_loader
 from benchmarks.machine.device import FORWARD_PART, Device, DeviceTime, LayerClock, SleepDevice
 from benchmarks.overhead import main as overhead
-from benchmarks.tta import SETUP_ALLOWANCE_S, _deadline_s
+from benchmarks.tta import SETUP_ALLOWANCE_S, run_deadline_s
 from tests.tools.lab_runs import some_records, spec_of
 
 
@@ -180,11 +180,11 @@ class TestInput:
     def test_workers_load_in_their_own_processes(self) -> None:
         spec = spec_of(workers=2, input_s_per_sample=0.001)
         setting = _setting(spec, load_task("digits", 64).train)
-        batches = _equal_shares(setting, SlowSamples(setting.train, 0.001), 0)
+        batches = equal_shares(setting, SlowSamples(setting.train, 0.001), 0)
         loader: Any = batches(0)
         assert loader.num_workers == 2 and loader.persistent_workers
         assert sum(len(y) for _, y in loader) == 32  # Of 64 samples on two ranks.
-        assert not _loader(spec_of(), setting.train, None).persistent_workers
+        assert not make_loader(spec_of(), setting.train, None).persistent_workers
 
     def test_what_slow_input_does_to_a_step(self) -> None:
         assert input_slowdown(0.05, 0.048, 2, 4.0) == pytest.approx(0.096 / 0.05)
@@ -295,5 +295,5 @@ def test_bad_options_of_overhead(words: list[str], message: str, capsys: pytest.
 
 def test_every_job_has_time_to_start() -> None:
     """A scenario whose trainings are jobs of their own needs the allowance once per training."""
-    one = _deadline_s(spec_of(scenario="killed-server", seeds=(0,)))
-    assert _deadline_s(spec_of(scenario="killed-worker", seeds=(0,))) - one == pytest.approx(4 * SETUP_ALLOWANCE_S)
+    one = run_deadline_s(spec_of(scenario="killed-server", seeds=(0,)))
+    assert run_deadline_s(spec_of(scenario="killed-worker", seeds=(0,))) - one == pytest.approx(4 * SETUP_ALLOWANCE_S)

@@ -25,7 +25,7 @@ from benchmarks.machine.killed import Watch
 from benchmarks.machine.link_rates import LinkRates, ask_for_rate
 from benchmarks.machine.netns import Network, NetworkError, burst_bytes, hosts_text, stale_names
 from benchmarks.machine.quota import CpuGroup, CpuQuota, QuotaError, find_cpu_group, own_group
-from benchmarks.plot import _modes_phrase, member_strip, plot
+from benchmarks.plot import member_strip, modes_phrase, plot
 from tests.tools.lab_runs import some_records, spec_of
 
 
@@ -148,7 +148,7 @@ class TestPlot:
         assert [mode for _, _, mode in strip.changes] == ["partial(3)", "ps(backup=1)", "sync"]
         assert [(time_s, step) for time_s, step, _ in strip.changes] == [(strip.edges_s[k], k) for k in (3, 7, 9)]
         names = "partial(3) from step 3, ps(backup=1) from step 7, sync from step 9"
-        assert _modes_phrase(strip) == f"star_hvd: sync, {names}"
+        assert modes_phrase(strip) == f"star_hvd: sync, {names}"
 
     def test_no_strip_without_a_timeline(self) -> None:
         assert member_strip(None, ranks=2) is None

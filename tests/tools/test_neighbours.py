@@ -7,7 +7,7 @@ import math
 import pytest
 
 from benchmarks.machine.quota import QuotaError
-from benchmarks.neighbours import _containers, _load, halves, median_in, ratios
+from benchmarks.neighbours import busy_load, containers, halves, median_in, ratios
 
 
 def test_hosts_are_halves_of_the_processors() -> None:
@@ -22,10 +22,10 @@ def test_step_times_in_a_phase_over_those_before_it() -> None:
 
 
 def test_load_ends_with_its_block_and_groups_are_removed() -> None:
-    with _load(lambda: None, 1):
+    with busy_load(lambda: None, 1):
         pass
     try:
-        with _containers() as groups:
+        with containers() as groups:
             assert all(path.is_dir() for path in groups)
     except QuotaError as error:
         pytest.skip(str(error))

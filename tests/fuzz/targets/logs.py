@@ -18,7 +18,7 @@ from scheduler.plan.plan import Plan
 from scheduler.run_events import read_line
 from star_hvd.run_log import layout
 from star_hvd.run_log.convert import RunState, flat, point_metric, window_metrics
-from star_hvd.run_log.page import _rank_table, _segment_table, _summary, sentence
+from star_hvd.run_log.page import rank_table, segment_table, sentence, summary_of
 from star_hvd.run_log.spool import read_events
 from star_hvd.run_log.story import read_story
 from tests.fuzz.mutate import damaged, damaged_bytes, packed
@@ -132,7 +132,7 @@ def _read_folder(data: bytes) -> None:
         assert isinstance(event, dict)
     try:
         story = read_story(folder)
-        texts = [_summary(story), _rank_table(story), _segment_table(story)]
+        texts = [summary_of(story), rank_table(story), segment_table(story)]
         "\n".join(texts).encode()
     except ValueError as error:
         assert str(folder) in str(error), "a refusal names the run"

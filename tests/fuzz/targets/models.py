@@ -11,7 +11,7 @@ from typing import Any
 from scheduler.learning.booster_text import check_text
 from scheduler.learning.boosters import BoosterError
 from scheduler.learning.features import FEATURES
-from scheduler.learning.predictor import SHIPPED, ModelError, _about
+from scheduler.learning.predictor import SHIPPED, ModelError, read_about
 from tests.fuzz.mutate import damaged, damaged_bytes
 from tests.fuzz.run import Target
 from tests.fuzz.targets.logs import scratch_folder
@@ -53,7 +53,7 @@ def _json(draw: random.Random) -> bytes:
 def _read_json(data: bytes) -> None:
     folder: Path = scratch_folder()
     (folder / "model.json").write_bytes(data)
-    _about(folder)
+    read_about(folder)
 
 
 TARGETS = (

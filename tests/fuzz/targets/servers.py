@@ -239,7 +239,7 @@ def _state(job: Job) -> tuple[Any, ...]:
     return (
         memory.seq, len(memory.log), dict(memory.applied), {r: s for r, (s, _) in memory.fed.items()},
         memory.rule.version,
-        len(job.primary._unfed), len(job.primary._arrived), dict(job.primary._done), _shard_state(job),
+        len(job.primary._unfed), job.primary.known_pushes, dict(job.primary._done), _shard_state(job),
     )  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def _shard_state(job: Job) -> tuple[Any, ...]:
     shard = job.shard
     return (
         {index: (store.version, store.seq, store.row) for index, store in shard.stores.items()},
-        shard.seq, sorted(shard._seen), sorted(shard._staged), sorted(shard._parts), dict(shard._over),
+        shard.seq, shard.known_pushes, sorted(shard._staged), sorted(shard._parts), dict(shard._over),
     )  # fmt: skip
 
 

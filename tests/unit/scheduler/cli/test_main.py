@@ -119,7 +119,7 @@ def test_train_without_a_table_fits_to_the_projects_own(
 ) -> None:
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(train, "_SHIPPED", tmp_path / "datasets")
+    monkeypatch.setattr(train, "SHIPPED_TABLES", tmp_path / "datasets")
     assert main.main(["train", "--no-registry"]) == 2, "there is none"
     assert "cannot read the table training_logs" in capsys.readouterr().err
     dataset.write(tmp_path / "datasets/some.csv.gz", small_table())

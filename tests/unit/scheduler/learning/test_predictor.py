@@ -155,7 +155,7 @@ def test_a_text_that_is_no_model_is_refused_though_its_hash_is_right(folder: Pat
 
 
 def test_without_lightgbm_there_is_one_sentence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    boosters._library.cache_clear()
+    boosters.find_library.cache_clear()
     monkeypatch.setattr(boosters.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModelError, match="pip install lightgbm"):
         load(folder)
@@ -234,7 +234,7 @@ def test_the_library_says_what_the_package_says(rows: int) -> None:
 
 def test_a_library_elsewhere_costs_the_import_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     lightgbm = pytest.importorskip("lightgbm")
-    monkeypatch.setattr(boosters, "_library", lambda: None)
+    monkeypatch.setattr(boosters, "find_library", lambda: None)
     assert isinstance(boosters.load_booster((SHIPPED / "low.txt").read_text()), lightgbm.Booster)
     with pytest.raises(boosters.BoosterError):
         boosters.load_booster("tree\nnonsense")
