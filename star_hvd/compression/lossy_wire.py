@@ -42,6 +42,10 @@ class LossyWire(Wire):
         buckets: The optimizer's buckets, extended in place when parameters are added.
         choice: Chooses the form to request.
         clock: The time in seconds; only differences count.
+
+    Attributes:
+        form: The form of the present step.
+        wanted: The form that this rank requests.
     """
 
     def __init__(
@@ -87,17 +91,17 @@ class LossyWire(Wire):
                 self._codecs.append(BucketCodec(bucket, self._streams, self._world_size))
 
     def _use(self, form: int) -> None:
-        self._form, self.lossy, self.has_tail = form, form != NONE, form != HALF
+        self.form, self.lossy, self.has_tail = form, form != NONE, form != HALF
 
     def _ask(self) -> None:
         self.wanted = NONE if self.forbidden else self.choice.wanted
 
     def name(self, bucket: Bucket) -> str:
-        return super().name(bucket) + self._codecs[bucket.index].suffix(self._form)
+        return super().name(bucket) + self._codecs[bucket.index].suffix(self.form)
 
     def encode(self, bucket: Bucket, flat: torch.Tensor, *, given: bool) -> torch.Tensor:
         with self._lock:
-            return self._codecs[bucket.index].encode(flat, self._form, given=given)
+            return self._codecs[bucket.index].encode(flat, self.form, given=given)
 
     def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:
         with self._lock:
@@ -124,7 +128,7 @@ class LossyWire(Wire):
     def ended(self, asked: int) -> None:
         now_s = self._clock()
         if self._ended_s is not None and self._arrived_s is not None:
-            decided = self.choice.observe(self._form, now_s - self._ended_s, now_s - self._arrived_s)
+            decided = self.choice.observe(self.form, now_s - self._ended_s, now_s - self._arrived_s)
             if decided and self._rank == 0:
                 logger.info("gradients travel as %s", self.choice.reason)
         self._ended_s, self._arrived_s = now_s, None

@@ -438,12 +438,13 @@ class Replica:
         Raises:
             DeadlineError: The device does not finish the copy in time.
         """
-        snapshot = self._copy(min_step, state_too)
+        snapshot = self.queue_snapshot(min_step, state_too=state_too)
         if snapshot is not None:
             self._streams.await_host(deadline_s)
         return snapshot
 
-    def _copy(self, min_step: int, state_too: bool) -> Snapshot | None:
+    def queue_snapshot(self, min_step: int, *, state_too: bool) -> Snapshot | None:
+        """As `snapshot`, without waiting for the device; the host may not read the copy yet."""
         with self.apply_lock:
             with self.lock:
                 shadow, step = self._shadow, self.newest_step

@@ -116,7 +116,7 @@ class StepEngine:
         self._raise_on_mismatch = raise_on_mismatch
         self._norm = LocalNorm(self.streams, noise_interval_steps)
         self._deferred: dict[int, Fence] = {}
-        self._late = LateGradients(applier.buckets, self.counters, self.streams)
+        self.late = LateGradients(applier.buckets, self.counters, self.streams)
         self._timing = HeaderTiming(early_after_steps, clock)
         self._claimed_early = False  # Whether the header of the step still to be arrived at is claimed.
         self._manual = ManualSteps(can_replay=can_replay)
@@ -124,7 +124,7 @@ class StepEngine:
         self._exchange = StepExchange(
             applier,
             self.agreement,
-            self._late,
+            self.late,
             self._timing,
             self.wire,
             collective,
@@ -168,7 +168,7 @@ class StepEngine:
     def pending_weight(self) -> float:
         """Weight of late gradients that wait for a step, on the counters' scale."""
         with self.lock:
-            return self._late.pending_weight
+            return self.late.pending_weight
 
     # ---- training thread ------------------------------------------------------------------------------------
 
@@ -183,7 +183,7 @@ class StepEngine:
             bucket = self.applier.buckets[index]
             self.counters.produced_weight += self.weight / len(self.applier.buckets)
             if self._out_of_common_steps() or self._claims.current.claimed(index):
-                self._late.keep(bucket, self.weight, self.step)
+                self.late.keep(bucket, self.weight, self.step)
                 self.replica.note_bucket_use()
             else:
                 self._submit_fresh(bucket)
@@ -521,7 +521,7 @@ class StepEngine:
     def fold_late(self, bucket: Bucket, flat: torch.Tensor) -> bool:
         """Add a bucket's late gradient to a contribution outside a reduced step; the sender counts it."""
         with self.lock:
-            return self._late.fold(bucket, flat, self.step, self.plan, count=False)
+            return self.late.fold(bucket, flat, self.step, self.plan, count=False)
 
     def keep_late(
         self,
@@ -550,7 +550,7 @@ class StepEngine:
             for bucket, flat, weight in zip(self.applier.buckets, flats, weights, strict=True):
                 if taken_over:
                     self.counters.produced_weight += weight / len(self.applier.buckets)
-                self._late.keep_whole(bucket, flat, min(computed_on, self.step), weight)
+                self.late.keep_whole(bucket, flat, min(computed_on, self.step), weight)
             # A bucket of the current step may have been submitted already; its gradient then goes into the next step.
             return self.next_step + (2 if self._claims.begun else 1)
 
@@ -631,7 +631,7 @@ class StepEngine:
     def drop_pending(self) -> None:
         """Count the gradients that still wait for a step as dropped, since no further step follows."""
         with self.lock:
-            self._late.drop_all()
+            self.late.drop_all()
 
     # ---- inside, under the lock -------------------------------------------------------------------------------
 

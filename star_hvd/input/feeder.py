@@ -25,7 +25,7 @@ from star_hvd.input.lease_stock import Batch, LeaseStock
 from star_hvd.input.microbatches import MicrobatchStock
 from star_hvd.patches import forks_can_hang, horovod_patches
 
-__all__ = ["Feeder", "Indices", "loader_options"]
+__all__ = ["Feeder", "Indices", "loader_options", "warn_of_forks"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -75,7 +75,7 @@ class Feeder:
         if options.get("num_workers"):
             self._options["persistent_workers"] = True
             if _start_method(options.get("multiprocessing_context")) == "fork":
-                _warn_of_forks()
+                warn_of_forks()
         if options.get("generator") is not None:  # A copy: it also seeds the user's sampler, equally on all ranks.
             self._options["generator"] = torch.Generator().set_state(options["generator"].get_state())
         self._dataset = dataset
@@ -195,7 +195,7 @@ def _start_method(context: Any) -> str:
 
 
 @functools.cache
-def _warn_of_forks() -> None:
+def warn_of_forks() -> None:
     """Warn, once, if a worker that is forked can hang."""
     if forks_can_hang(horovod_patches()):
         logger.warning(

@@ -18,7 +18,7 @@ from star_hvd.errors import DeadlineError
 
 __all__ = ["Arrivals", "ArrivingParameters", "Gates"]
 
-_LOOK_S = 5.0  # Interval between checks whether this rank has failed.
+_LOOK_S = 5.0
 
 
 class Gates(Protocol):
@@ -48,6 +48,7 @@ class ArrivingParameters:
         deadline_s: Longest wait for a bucket.
         on_wait: Gets the duration in seconds of every wait of the thread that makes the steps.
         check_ranks: Called during a wait; raises what makes it pointless, as that another rank's process has ended.
+        look_s: Interval between checks whether this rank has failed.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class ArrivingParameters:
         deadline_s: float,
         on_wait: Callable[[float], None] = lambda seconds: None,
         check_ranks: Callable[[], None] = lambda: None,
+        look_s: float = _LOOK_S,
     ) -> None:
-        self._check_ranks = check_ranks
+        self._check_ranks, self._look_s = check_ranks, look_s
         self._engine, self._client, self._gates, self._deadline_s = engine, client, gates, deadline_s
         self._on_wait = on_wait
         self._stepper = 0  # Id of the thread that makes the steps.
@@ -83,7 +85,7 @@ class ArrivingParameters:
             DeadlineError: They did not arrive.
         """
         if index in self._left:
-            self._until(lambda: self._client.wait_bucket(index, _LOOK_S))
+            self._until(lambda: self._client.wait_bucket(index, self._look_s))
             self._write(index)
 
     def finish(self) -> int | None:
@@ -97,7 +99,7 @@ class ArrivingParameters:
         for index in sorted(self._left, reverse=True):
             self.wait(index)
         versions: list[int] = []
-        self._until(lambda: versions.append(self._client.finish(_LOOK_S)))
+        self._until(lambda: versions.append(self._client.finish(self._look_s)))
         self._under_way = False
         return versions[0]
 

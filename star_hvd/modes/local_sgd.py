@@ -27,7 +27,7 @@ from star_hvd.engine.device import AVERAGED, DONE, PARAMS, Fence
 from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
 
-__all__ = ["LocalSteps"]
+__all__ = ["LocalSteps", "move_to_mean"]
 
 
 _LEAST_WEIGHT = 1e-3  # Weight of a rank without a step since the last averaging; if no rank made one, nothing changes.
@@ -392,10 +392,10 @@ def _add_difference(
         bucket, mean = buckets[index], total.div_(weights[index] or 1.0)
         for own, view, param in zip(bucket.split(before), bucket.split(mean), bucket.params, strict=True):
             if key in state.get(param, {}):
-                _move(state[param][key], own, view)
+                move_to_mean(state[param][key], own, view)
 
 
-def _move(value: torch.Tensor, before: torch.Tensor, mean: torch.Tensor) -> None:
+def move_to_mean(value: torch.Tensor, before: torch.Tensor, mean: torch.Tensor) -> None:
     """Add `mean - before` to `value`, keeping non-negative values such as second moments from falling below zero.
 
     Second moments decay, so the difference of two older values can exceed the present value. The result stays at least

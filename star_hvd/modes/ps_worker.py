@@ -31,7 +31,7 @@ __all__ = ["Client", "Outcome", "ServerSteps", "StepInfo"]
 
 logger = logging.getLogger("star_hvd")
 
-_LOOK_S = 5.0  # Interval between checks whether this rank has failed.
+_LOOK_S = 5.0
 
 
 class Client(Protocol):
@@ -127,12 +127,13 @@ class ServerSteps:
         compressed: Compressed | None = None,
         on_wait: Callable[[float], None] = lambda seconds: None,
         check_ranks: Callable[[], None] = lambda: None,
+        look_s: float = _LOOK_S,
     ) -> None:
         self.plan = plan
         self.client = client
         self._engine = engine
         self._deadline_s = deadline_s
-        self._check_ranks = check_ranks
+        self._check_ranks, self._look_s = check_ranks, look_s
         self._on_step = on_step
         self._on_notes = on_notes
         self._plan_of = plan_of
@@ -144,7 +145,7 @@ class ServerSteps:
         made = gates is not None and not engine.streams.devices
         self._arriving: ArrivingParameters | None = None
         if gates is not None and made:
-            self._arriving = ArrivingParameters(engine, client, gates, deadline_s, on_wait, check_ranks)
+            self._arriving = ArrivingParameters(engine, client, gates, deadline_s, on_wait, check_ranks, look_s)
         self._begun = False  # Whether this step's push has started within backward, with nothing changed since.
         self._given: dict[int, tuple[int, int]] = {}  # Buckets sent before `step`, with their `_state_of` then.
         # The parameters as received: their version and the client's buffers, until the next push.
@@ -274,7 +275,7 @@ class ServerSteps:
             if self._engine.failure is not None:
                 raise self._engine.failure
             try:
-                reply = self.client.wait(_LOOK_S, whole=self._arriving is None)
+                reply = self.client.wait(self._look_s, whole=self._arriving is None)
             except DeadlineError:
                 # An update may wait for a part that a rank announced before its process died.
                 self._check_ranks()

@@ -88,10 +88,14 @@ class SwitchMachine:
     Args:
         rank: This rank.
         plan: The plan in force at the start, of family `all_ranks` and without a mode of its own.
+        on_transition: Called before every transition, with the plan's state and the event.
     """
 
-    def __init__(self, rank: int, plan: Plan) -> None:
+    def __init__(
+        self, rank: int, plan: Plan, on_transition: Callable[[PlanState, Event], None] = lambda state, event: None
+    ) -> None:
         self.rank = rank
+        self._on_transition = on_transition
         self._records = {plan.plan_id: _Record(plan, S.ENTERED, plan.plan_id)}
         self._current = self._records[plan.plan_id]
         self._inactive = False
@@ -198,6 +202,7 @@ class SwitchMachine:
         row = RULES.get((record.state, type(event)))
         if row is None:
             return []
+        self._on_transition(record.state, event)
         before, found = record.state, self._handlers[type(event)](record, event)
         assert record.state in row.to, f"{before.name} became {record.state.name} by {event}; expected one of {row.to}"
         assert all(type(each) in row.instructions for each in found), f"{before.name} and {event} asked for {found}"

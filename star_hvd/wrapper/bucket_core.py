@@ -89,6 +89,9 @@ class BucketCore:
         max_grad_norm: Norm to which the averaged gradient is clipped.
         exact: Whether `auto` may choose only exact modes.
         overlap: Whether steps of `sync` overlap with the program; `auto` to find out whether that is faster.
+
+    Attributes:
+        buckets: The flat buckets, in order; extended in place when parameters are added.
     """
 
     def __init__(
@@ -134,8 +137,8 @@ class BucketCore:
         self._hooks: list[Any] = []
         self._result: Result | None = None
         self._outcome = ""
-        self._buckets: list[Bucket] = []
-        self.wire = LossyWire(self._buckets) if lossy else None  # Belongs to the optimizer, so it outlives a world.
+        self.buckets: list[Bucket] = []
+        self.wire = LossyWire(self.buckets) if lossy else None  # Belongs to the optimizer, so it outlives a world.
         self._names = names
         self._config = config
         self._attached: tuple[runtime.Runtime, StepDriver] | None = None
@@ -184,7 +187,7 @@ class BucketCore:
             reason="every job starts in sync",
         )
         hyper = HyperRow(self._inner.param_groups)
-        applier = Applier(self._inner, self.base, self._buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
+        applier = Applier(self._inner, self.base, self.buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
         self._writes = ProgramWrites(applier)
         collective = collective_of_all(driver, applier.streams, ordered=bool(self._overlap_asked))
         engine = self._new_engine(run, driver, initial, applier, collective)
@@ -236,7 +239,7 @@ class BucketCore:
             driver.pin(self.looks_at_every_gradient, equal_batches=True)
         if unweighted():
             driver.pin(unweighted(), equal_batches=True)
-        reason = lockstep_only(self._buckets, self.optimizer.param_groups)
+        reason = lockstep_only(self.buckets, self.optimizer.param_groups)
         if reason is not None:
             if plan is None or plan.relaxed:
                 logger.warning("%s", reason)
@@ -248,8 +251,8 @@ class BucketCore:
         size = sum(param.numel() * param.element_size() for param in params)
         by_bucket = bool(self._overlap_asked) or self._config.background is True  # Each is waited for separately.
         limits = limits_of(size, self._config.bucket_bytes, by_bucket=by_bucket)
-        buckets = pack(params, limits, fp16=self._fp16, first_index=len(self._buckets))
-        self._buckets.extend(buckets)
+        buckets = pack(params, limits, fp16=self._fp16, first_index=len(self.buckets))
+        self.buckets.extend(buckets)
         for bucket in buckets:
             self._unready.append(len(bucket.params))
             for position, param in enumerate(bucket.params):
@@ -455,7 +458,7 @@ class BucketCore:
     def _reset(self) -> None:
         self._accumulation.clear()
         self._delay = dict.fromkeys(self._delay, self.passes)
-        self._unready = [len(bucket.params) for bucket in self._buckets]
+        self._unready = [len(bucket.params) for bucket in self.buckets]
         self._given.clear()
         self._giving = False
 
@@ -584,7 +587,7 @@ class BucketCore:
             self._overlap = None
         self._reset()
         self._result, self._outcome = None, ""
-        same_on_all_ranks([param for bucket in self._buckets for param in bucket.params], self._names, ordered=True)
+        same_on_all_ranks([param for bucket in self.buckets for param in bucket.params], self._names, ordered=True)
         self._attached = run, self._attach(run)
 
 

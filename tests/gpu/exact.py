@@ -52,7 +52,7 @@ class Ones:
 
     def poison(self) -> None:
         """A step begins."""
-        for bucket in inside(self.optimizer).core._buckets:
+        for bucket in inside(self.optimizer).core.buckets:
             bucket.flat.fill_(math.nan)
 
     def stepped(self) -> None:
@@ -225,7 +225,7 @@ def _on(stream: torch.cuda.Stream) -> Iterator[None]:
 def two_streams() -> Facts:
     """Two parameters in each bucket but the first; the gradient of one, now that which comes first, is written late."""
     training, spin, streams = Ones("sync", count=8), Spin(), [torch.cuda.Stream() for _ in range(2)]
-    assert max(len(bucket.params) for bucket in inside(training.optimizer).core._buckets) == 2
+    assert max(len(bucket.params) for bucket in inside(training.optimizer).core.buckets) == 2
     for step in range(STEPS):
         training.optimizer.zero_grad()
         parts = []

@@ -113,7 +113,7 @@ class Poisoned:
         """One step, with a backward pass that takes `ms` on the device."""
         core = inside(self.optimizer).core
         self.optimizer.zero_grad()
-        for bucket in core._buckets:
+        for bucket in core.buckets:
             bucket.flat.fill_(math.nan)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()

@@ -88,7 +88,7 @@ def tour() -> dict[str, Any]:
         forms = set()
         for _ in range(STEPS):
             losses.append(step(net, optimizer, number))
-            forms.add(FORMS[wire._form])
+            forms.add(FORMS[wire.form])
             number += 1
         seen[f"{len(seen)} {mode}"] = sorted(forms)
     state = optimizer.state_dict()

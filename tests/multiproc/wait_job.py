@@ -7,6 +7,7 @@ import threading
 import time
 
 import torch
+from horovod.torch import mpi_ops
 
 import star_hvd as hvd
 from star_hvd.engine.collective import HorovodCollective
@@ -48,7 +49,8 @@ def main() -> None:
     collective.finish(handle)
     facts = {"late": rank == LATE, "too_early": too_early, "ended": found, "woken": woken, "others_ran": turns > 0}
     again = collective.wait(handle, 60.0)  # Of an operation that was collected.
-    write_result({**facts, "again": again, "sum": float(tensor), "patched": collective._wait_for is not None})
+    patched = hasattr(mpi_ops.mpi_lib, "horovod_torch_wait_for")
+    write_result({**facts, "again": again, "sum": float(tensor), "patched": patched})
     hvd.shutdown()
 
 

@@ -136,7 +136,7 @@ class DeviceWorld(World):
                 plan=self.first,
                 applier=applier,
                 collective=Port(self.network, rank),
-                listener=self.ears[rank],
+                listener=self.listener(rank),
                 replay_queue=4,
                 noise_interval_steps=2,
                 wire=self.wire(buckets, rank, seed),
@@ -247,7 +247,7 @@ class DeviceWorld(World):
         copy = self._copies.pop(engine.rank, None)
         with self.device.on(f"S{engine.rank}"):
             if copy is None:
-                copy = engine.replica._copy(0, True)
+                copy = engine.replica.queue_snapshot(0, state_too=True)
                 if copy is not None:
                     self._copies[engine.rank] = copy
                     self.snapshots += 1
@@ -259,7 +259,7 @@ class DeviceWorld(World):
     def _run_kernels(self) -> None:
         name = self.random.choice(list(self.hurry))
         if name[0] in self._lazy:
-            wanted = [*self._wanted(), *([self.device.asked] if self.device.asked else [])]
+            wanted = [*self.wanted(), *([self.device.asked] if self.device.asked else [])]
             if wanted:
                 self.device.finish_event(self.random.choice(wanted))
         elif self.random.random() < self.hurry[name]:
@@ -267,7 +267,7 @@ class DeviceWorld(World):
                 if not self.device.streams[name].advance():
                     break
 
-    def _wanted(self) -> list[FakeEvent]:
+    def wanted(self) -> list[FakeEvent]:
         assert isinstance(self.network, DeviceNetwork)
         return self.network.wanted()
 

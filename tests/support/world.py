@@ -177,6 +177,10 @@ class World:
         self.given: dict[tuple[int, int, int], int] = {}
         self.programs: list[Iterator[None] | None] = [self._train(rank) for rank in range(world_size)]
 
+    def listener(self, rank: int) -> Any:
+        """Return the listener of a rank's engine."""
+        return self.ears[rank]
+
     def _engine(self, rank: int, seed: int, optimizer: str) -> StepEngine:
         torch.manual_seed(seed)
         gaps = random.Random(100 * seed + rank)
@@ -191,7 +195,7 @@ class World:
             plan=self.first,
             applier=applier,
             collective=Port(self.network, rank),
-            listener=self.ears[rank],
+            listener=self.listener(rank),
             replay_queue=4,
             noise_interval_steps=2,
             early_after_steps=self.early_after_steps,

@@ -24,7 +24,7 @@ def damping_factor(plan: Plan, staleness: int) -> float:
 
 
 @dataclass(slots=True)
-class _Kept:
+class KeptGradient:
     flat: torch.Tensor  # w * g, then w.
     computed_on: int  # Step of the oldest parameters this gradient was computed on.
     weight: float  # w, known without reading it from the device.
@@ -38,18 +38,21 @@ class LateGradients:
         buckets: The optimizer's buckets.
         counters: Where folds, drops and weights are counted.
         streams: Makes the fences; a gradient is often folded by another thread than the one that kept it.
+
+    Attributes:
+        kept: The gradients that wait for their fold, by index of the bucket.
     """
 
     def __init__(self, buckets: Sequence[Bucket], counters: Counters, streams: Streams | None = None) -> None:
         self._buckets = buckets
         self._streams = streams or Streams(buckets)
         self._counters = counters
-        self._kept: dict[int, _Kept] = {}
+        self.kept: dict[int, KeptGradient] = {}
 
     @property
     def pending_weight(self) -> float:
         """Weight of the kept gradients, averaged over the buckets."""
-        return sum(kept.weight for kept in self._kept.values()) / max(1, len(self._buckets))
+        return sum(kept.weight for kept in self.kept.values()) / max(1, len(self._buckets))
 
     def keep(self, bucket: Bucket, weight: float, computed_on: int) -> None:
         """Keep the gradient in `bucket.flat`, computed on the parameters of step `computed_on`."""
@@ -64,9 +67,9 @@ class LateGradients:
 
         The calling thread has created it, or has ordered itself behind the thread that did.
         """
-        older = self._kept.get(bucket.index)
+        older = self.kept.get(bucket.index)
         if older is None:
-            self._kept[bucket.index] = _Kept(flat, computed_on, weight, self._streams.give_one(KEPT, flat))
+            self.kept[bucket.index] = KeptGradient(flat, computed_on, weight, self._streams.give_one(KEPT, flat))
         else:
             older.fence.order(older.flat)
             older.flat.add_(flat)
@@ -75,10 +78,10 @@ class LateGradients:
 
     def drop_all(self) -> None:
         """Drop all kept gradients, and count them."""
-        if self._kept:
+        if self.kept:
             self._counters.dropped_weight += self.pending_weight
             self._counters.drops += 1
-            self._kept.clear()
+            self.kept.clear()
 
     def fold(self, bucket: Bucket, flat: torch.Tensor, step: int, plan: Plan, *, count: bool = True) -> bool:
         """Add the gradient kept for a bucket to `flat`, damped by its staleness in step `step`.
@@ -93,7 +96,7 @@ class LateGradients:
         Returns:
             Whether something was folded; a gradient past the staleness bound is dropped and counted instead.
         """
-        kept = self._kept.pop(bucket.index, None)
+        kept = self.kept.pop(bucket.index, None)
         if kept is None:
             return False
         staleness = step - kept.computed_on

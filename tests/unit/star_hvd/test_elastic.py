@@ -39,7 +39,7 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def _state() -> elastic.TorchState:
-    return elastic.TorchState.__new__(elastic.TorchState)
+    return elastic.TorchState()
 
 
 def test_outside_a_step_a_commit_is_made_at_once(running: Running, done: list[str]) -> None:

@@ -7,7 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -276,15 +276,25 @@ def test_ranges_of_work(alone: World) -> None:
         work(5, 0)
 
 
-def stock_at_work() -> MicrobatchStock:
-    """A rank's micro-batches of an epoch of one step, the first of two in hand."""
+def stock_of_two() -> MicrobatchStock:
+    """A rank's two micro-batches of an epoch of one step."""
     opening = MicrobatchOpen(0, 0, 8, 8, 2, False, 0, 7, [])
     stock = MicrobatchStock(0, StepLayout(8, 8, 2, 1), opening, send=lambda message: None)
     stock.on_message(MicrobatchShares(0, 0, 0, [2], [1, 1]))
-    assert stock.decided(0.0) and stock.reserve(0) and not stock.at_work
-    stock.take()
-    assert stock.at_work
     return stock
+
+
+class Feeding:
+    """Stands for a feeder: every batch is there as soon as it is formed."""
+
+    def begin(self, stock: MicrobatchStock, indices: Any) -> None:
+        self.form = stock.form
+
+    def next(self, formed: Any) -> Any:
+        return self.form(), "data"
+
+    def end(self, stock: MicrobatchStock) -> None:
+        pass
 
 
 def test_a_pass_ends_when_its_device_has_computed_it_not_when_its_kernels_are_queued() -> None:
@@ -293,7 +303,8 @@ def test_a_pass_ends_when_its_device_has_computed_it_not_when_its_kernels_are_qu
         (bucket,) = pack([torch.nn.Parameter(torch.zeros(3, device=CUDA0))], 1 << 10)
         engine = SimpleNamespace(streams=Streams([bucket], device))
         timer = SimpleNamespace(add_outside=lambda seconds: None)
-        run: Any = SimpleNamespace(drivers={0: SimpleNamespace(engine=engine, timer=timer)}, config=Config())
+        driver = SimpleNamespace(engine=engine, timer=timer, forget_parts=lambda: None)
+        run: Any = SimpleNamespace(drivers={0: driver}, config=Config(), reference_samples=8.0)
         run.await_devices = functools.partial(Runtime.await_devices, run)
         run.steps_made = lambda: 0
         left: list[int] = []
@@ -301,13 +312,17 @@ def test_a_pass_ends_when_its_device_has_computed_it_not_when_its_kernels_are_qu
         def await_microbatch(stock: MicrobatchStock, steps_made: int) -> bool:
             left.append(len(device.current.queue))
             stock.decided(0.0)
-            return bool(stock.reserve(steps_made))
+            found = bool(stock.reserve(steps_made))
+            assert not stock.at_work
+            return found
 
         run.client = SimpleNamespace(await_microbatch=await_microbatch)
-        stock = stock_at_work()
-        parts = SimpleNamespace(_run=run, _stock=stock)
-        bucket.flat.fill_(1.0)  # The pass.
-        assert LeasedMicrobatches._await_part(parts) and left == [0]  # type: ignore[arg-type]
-        assert not stock.at_work and not device.faults
+        stock, order, feeder = stock_of_two(), cast(Any, SimpleNamespace(indices=None)), cast(Any, Feeding())
+        parts = iter(LeasedMicrobatches(run, stock, order, feeder, 1, lambda samples, seconds: None))
+        device.finish()
         bucket.flat.fill_(2.0)  # Something else: no pass is under way.
-        assert LeasedMicrobatches._await_part(parts) and left == [0, 1]  # type: ignore[arg-type]
+        assert next(parts) == "data" and left == [1] and stock.at_work
+        bucket.flat.fill_(1.0)  # The pass.
+        assert not run.in_hand.is_last and left == [1, 0]
+        assert not stock.at_work and not device.faults
+        parts.close()

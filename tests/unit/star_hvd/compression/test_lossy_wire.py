@@ -45,7 +45,7 @@ class Recorded(LossyWire):
 
     def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:
         super().decode(bucket, reduced, flat)
-        self.used.add(self._form)
+        self.used.add(self.form)
         self.sums.append((bucket.index, flat.double().clone()))
 
 
@@ -96,7 +96,7 @@ def check(world: LossyWorld) -> None:
             if index == bucket.index:
                 wanted[rank * world.max_steps + number] += 1.0
         for engine in world.engines:  # What came after the last step waits.
-            kept = engine._late._kept.get(bucket.index)
+            kept = engine.late.kept.get(bucket.index)
             wanted -= 0.0 if kept is None else kept.flat[:-1].double()
         assert float((sums[:-1] + left - wanted).abs().max()) < 5e-3, "a gradient was lost or applied twice"
         waiting = sum(engine.pending_weight for engine in world.engines)

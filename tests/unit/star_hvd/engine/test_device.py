@@ -121,14 +121,18 @@ class Heard:
 
 def timed(device: FakeDevice, plan: Plan, heard: Heard) -> tuple[DeviceWorld, StepDriver]:
     """Rank 0 of two with its driver; the other rank's helper has submitted nothing but zeros."""
-    world = DeviceWorld(1, device, world_size=2, steps=2, lazy="T")
+    made = StepDriver(0, Config(), heard, cast(Any, None), str, lambda task: None)
+
+    class Reporting(DeviceWorld):
+        def listener(self, rank: int) -> Any:
+            return made.reporter if rank == 0 else super().listener(rank)
+
+    world = Reporting(1, device, world_size=2, steps=2, lazy="T")
     for engine in world.engines:
         engine.agreement.plan = plan
     engine = world.engines[0]
-    made = StepDriver(0, Config(), heard, cast(Any, None), str, lambda task: None)
     made.engine, made.switcher = engine, cast(Any, SimpleNamespace(active_mode=None))
     made.reporter.start(engine)
-    engine._listener = engine.agreement._listener = made.reporter
     world.engines[1].set_inactive(True)
     world.engines[1].close(0)
     with device.on("H1"):

@@ -261,54 +261,52 @@ def test_a_parent_gets_whole_gradients_and_the_host_waits_with_a_deadline() -> N
 def shared_in_a_group(device: FakeDevice) -> list[float]:
     """A group of two: rank 1 is away, and its proxy in a thread of its own takes part with nothing."""
     world = relaxed_pair(device, Plan.grouped(2, [(0, 1)]).replace(plan_id=1))
-    client, members = HostClient(), []
-    for engine in world.engines:
-        members.append(
-            GroupSteps(
-                engine,
-                engine.plan,
-                cast(Any, client),
-                Port(world.network, engine.rank),
-                (0, 1),
-                deadline_s=5.0,
-                on_step=lambda info: None,
-                on_notes=lambda notes: None,
-                plan_of=lambda plan_id: None,
-                same_session=lambda one, other: True,
-            )
-        )
-    pump = GroupPump(world, members)
-    for step in members:
-        step._reduce = functools.partial(pump.reduce, step)  # type: ignore[method-assign]
+    client, engine = HostClient(), world.engines[0]
+    member = GroupSteps(
+        engine,
+        engine.plan,
+        cast(Any, client),
+        PumpedPort(world),
+        (0, 1),
+        deadline_s=5.0,
+        on_step=lambda info: None,
+        on_notes=lambda notes: None,
+        plan_of=lambda plan_id: None,
+        same_session=lambda one, other: True,
+    )
     for _ in range(3):
         backward(world, 0)
-        pump.step()
+        with device.on("T0"):
+            member.step(skip=False)
     assert all(float(flat[0]) == WEIGHT for flat in client.pushed)
     return host_values(device, world.engines[0].applier.buckets[0].params[0])
 
 
-class GroupPump:
-    """Runs the proxy of rank 1 at the places where rank 0 waits for it."""
+class PumpedPort(Port):
+    """Rank 0's collective in a group of two; where it waits, the proxy of rank 1 runs."""
 
-    def __init__(self, world: DeviceWorld, members: list[GroupSteps]) -> None:
-        self.world, self.members = world, members
+    def __init__(self, world: DeviceWorld) -> None:
+        super().__init__(world.network, 0)
+        self.world = world
+        self.items: list[tuple[str, torch.Tensor]] = []  # Which the proxy has not submitted yet.
 
-    def step(self) -> None:
-        with self.world.device.on("T0"):
-            self.members[0].step(skip=False)
+    def submit(self, name: str, tensor: torch.Tensor) -> int:
+        self.items.append((name, tensor))
+        return super().submit(name, tensor)
 
-    def reduce(self, step: GroupSteps, items: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Rank 0 submits; the proxy, which holds nothing but zeros and its own head, submits the same names."""
+    def wait(self, handle: int, longest_s: float) -> bool:
+        """The proxy, which holds nothing but zeros and its own head, submits the same names."""
         network, device = self.world.network, self.world.device
-        mine = [network.submit(0, name, tensor) for name, tensor in items]
-        with device.on("G1"), self.world.engines[self.members.index(step)].streams.own():
+        items, self.items = self.items, []
+        with device.on("G1"), self.world.engines[0].streams.own():
             zeros = [torch.zeros(t.shape, dtype=t.dtype, device=t.device) for _, t in items]
             theirs = [network.submit(1, name, zero) for (name, _), zero in zip(items, zeros, strict=True)]
         for name, _ in items:
-            for event in self.world._wanted():
+            for event in self.world.wanted():
                 device.finish_event(event)
             network.end(name)
-        network.ended -= {*mine, *theirs}
+        network.ended -= {*theirs}
+        return super().wait(handle, longest_s)
 
 
 def test_a_group_sums_whole_gradients_and_hands_parameters_out() -> None:

@@ -16,7 +16,7 @@ from star_hvd.input import feeder
 
 @pytest.fixture
 def warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Any:
-    feeder._warn_of_forks.cache_clear()
+    feeder.warn_of_forks.cache_clear()
     monkeypatch.setattr(feeder, "forks_can_hang", lambda patches: True)
 
     def make(**options: Any) -> int:
@@ -25,7 +25,7 @@ def warned(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) ->
         return sum("patch 0013" in record.getMessage() for record in caplog.records)
 
     yield make
-    feeder._warn_of_forks.cache_clear()
+    feeder.warn_of_forks.cache_clear()
 
 
 def test_forked_workers_are_warned_of_once(warned: Any) -> None:

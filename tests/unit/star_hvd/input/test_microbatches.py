@@ -75,9 +75,10 @@ class Job:
             ticks -= all(rank in self.gone or self.step[rank] >= steps for rank in self.ranks)
             self.now += 1
             assert self.now < 400_000, "the job stands still"
-            self.random.choice((self._up, self._up, self._down, self._down, self._form, self._work, self._time))()
+            up, down = self.move_up, self.move_down
+            self.random.choice((up, up, down, down, self._form, self._work, self._time))()
 
-    def _up(self) -> None:
+    def move_up(self) -> None:
         rank = self.random.choice(self.ranks)
         if not self.up[rank]:
             return
@@ -91,7 +92,7 @@ class Job:
         elif isinstance(message, LeaseReturn):
             self.service.leave(rank, float(self.now), (0, 0))
 
-    def _down(self) -> None:
+    def move_down(self) -> None:
         rank = self.random.choice(self.ranks)
         if self.down[rank]:
             self.stocks[rank].on_message(self.down[rank].popleft())
@@ -273,19 +274,19 @@ def test_a_pass_that_was_reserved_when_its_loop_was_left_goes_to_the_others() ->
     job = Job(0, [1, 1], 16, 8, 4)
     job.service.steals = False
     while job.up[0] or job.up[1] or job.down[0] or job.down[1]:
-        job._up(), job._down()
+        job.move_up(), job.move_down()
     for rank in job.ranks:
         assert job.stocks[rank].reserve(-1)
     job.stocks[1].take()
     assert job.stocks[1].decided(0.0) and job.stocks[1].reserve(-1)
     job.stocks[1].close()  # It has taken its first one, reserved its second, and has two more.
     while any(job.up) or any(job.down):
-        job._up(), job._down()
+        job.move_up(), job.move_down()
     taken = [job.stocks[0].take()]
     while job.stocks[0].decided(0.0) and job.stocks[0].reserve(-1):
         taken.append(job.stocks[0].take())
         while any(job.up) or any(job.down):
-            job._up(), job._down()
+            job.move_up(), job.move_down()
     found = sorted(task for part in taken for task in range(part.task, part.stop))
     assert found == [task for task in range(job.layout.tasks(0)) if not 8 <= task < 10]
 

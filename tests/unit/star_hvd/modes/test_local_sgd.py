@@ -15,7 +15,7 @@ from star_hvd.engine.buckets import pack
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.replica import ReplicaState
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.modes.local_sgd import LocalSteps, _move
+from star_hvd.modes.local_sgd import LocalSteps, move_to_mean
 from tests.support.world import Ears, Network, Port, World
 
 
@@ -247,8 +247,8 @@ def test_an_averaging_that_may_be_the_modes_last_is_waited_for() -> None:
 def test_a_second_moment_stays_above_zero() -> None:
     before, mean = torch.tensor([4.0, 1.0]), torch.tensor([1.0, 1.0])
     value = torch.tensor([2.0, 0.5])  # Both have shrunk since: 2 - 3 would be below zero.
-    _move(value, before, mean)
+    move_to_mean(value, before, mean)
     assert value.tolist() == [1.0, 0.5]
     signed = torch.tensor([2.0, -0.5])
-    _move(signed, torch.tensor([4.0, -1.0]), torch.tensor([1.0, 1.0]))
+    move_to_mean(signed, torch.tensor([4.0, -1.0]), torch.tensor([1.0, 1.0]))
     assert signed.tolist() == [-1.0, 1.5], "what has a sign moves by the whole difference"

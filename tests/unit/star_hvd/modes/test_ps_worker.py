@@ -68,7 +68,12 @@ class Rank:
     """One rank at servers: a model of three layers, a bucket each."""
 
     def __init__(
-        self, *, gated: bool = False, max_grad_norm: float | None = None, compressed: Compressed | None = None
+        self,
+        *,
+        gated: bool = False,
+        max_grad_norm: float | None = None,
+        compressed: Compressed | None = None,
+        look_s: float = 5.0,
     ) -> None:
         self.model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
         params = list(self.model.parameters())
@@ -90,7 +95,7 @@ class Rank:
             self.engine, self.engine.plan, cast(Any, self.client), deadline_s=DEADLINE_S, on_step=self.infos.append,
             on_notes=lambda notes: None, plan_of=lambda plan_id: None, same_session=lambda one, other: True,
             early=True, gates=self.gates, compressed=compressed, on_wait=self.waits_s.append,
-            check_ranks=self.check_ranks,
+            check_ranks=self.check_ranks, look_s=look_s,
         )
 
     def check_ranks(self) -> None:
@@ -310,8 +315,7 @@ def test_the_end_of_the_mode_waits_for_nothing() -> None:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_a_wait_for_servers_ends_as_a_rank_is_lost(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("star_hvd.modes.arriving._LOOK_S", 0.01)
-    rank = Rank(gated=gated)
+    rank = Rank(gated=gated, look_s=0.01)
     if gated:  # The push's result has come, and no parameters do.
         rank.backward(1.0)
         rank.steps.step(skip=False)

@@ -21,5 +21,5 @@ def test_what_is_pushed_in_the_background_is_in_more_buckets(background: bool, b
         sparse_as_dense=False, plan=None, run=None, config=Config(background=background),
         names={param: name for name, param in net.named_parameters()}, max_grad_norm=None,
     )  # fmt: skip
-    assert len(core._buckets) == buckets
+    assert len(core.buckets) == buckets
     core.remove_hooks()
