@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from benchmarks.lab.cycles import set_cycles
 from benchmarks.lab.measures import SMOOTHED_EVALUATIONS, accuracies_of
 from benchmarks.lab.networks import layer_costs, make_network
 from benchmarks.lab.scenarios import FREEZE_EVERY_S, FREEZE_S, Scenario, baseline
 from benchmarks.lab.spec import FREE_VARIANTS, PLAIN_VARIANTS, RunRecord, RunSpec
 from benchmarks.lab.tasks import FINAL_LEARNING_RATE_FRACTION, SlowSamples, load_task
+from benchmarks.lab.waits import set_waits
 from benchmarks.machine.accelerator import CPU
 from benchmarks.machine.device import Device, LayerClock, make_device
 from benchmarks.machine.freezer import Freezer
@@ -124,7 +124,7 @@ def train(setting: Setting, variant: str, seed: int) -> tuple[RunRecord, Snapsho
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = torch.optim.SGD(model.parameters(), lr=spec.learning_rate, momentum=spec.momentum)
     plain = variant in PLAIN_VARIANTS
-    set_cycles(plain)
+    set_waits(plain)
     scenario = setting.slow.without_stragglers() if variant in FREE_VARIANTS else setting.slow
     samples = _samples(setting, scenario)
     make_job = _plain_job if plain else _star_job

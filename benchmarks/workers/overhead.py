@@ -19,10 +19,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
-from benchmarks.lab.cycles import set_cycles
 from benchmarks.lab.networks import NETWORKS, layer_costs, make_network
 from benchmarks.lab.spec import write_json
 from benchmarks.lab.tasks import SlowSamples, load_task
+from benchmarks.lab.waits import set_waits
 from benchmarks.lab.worker import progress, register
 from benchmarks.machine.accelerator import CPU, make_clock, place_of
 from benchmarks.machine.device import DeviceTime, LayerClock, make_device
@@ -123,7 +123,7 @@ def in_turns(
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
     for index in range(blocks):
         for name in list(sides) if index % 2 == 0 else reversed(sides):
-            set_cycles(sides[name].plain)
+            set_waits(sides[name].plain)
             times_s = block(name, index)
             found[name].append({"ended_unix_s": time.time(), "times_s": times_s})
         if rank == 0:

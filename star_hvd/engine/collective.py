@@ -10,9 +10,9 @@ import torch
 
 from star_hvd.errors import DeadlineError
 
-__all__ = ["IDLE_CYCLE_MS", "Collective", "HorovodCollective", "poll_for", "set_idle_cycle", "wait_all"]
+__all__ = ["Collective", "HorovodCollective", "poll_for", "spare_cores", "wait_all"]
 
-IDLE_CYCLE_MS = 5.0
+_IDLE_CYCLE_MS = 5.0
 """Longest sleep of Horovod's thread while its rank has nothing submitted: a fifth of the usual idle negotiations. A
 tensor ends it; only a shutdown is noticed so much later.
 """
@@ -135,13 +135,19 @@ def wait_all(
         collective.finish(handle)
 
 
-def set_idle_cycle(longest_ms: float) -> None:
-    """Let Horovod's thread sleep so long while its rank has nothing submitted; 0 for its usual cycle time.
+def spare_cores(on: bool, idle_cycle_ms: float = _IDLE_CYCLE_MS) -> None:
+    """Leave cores that ranks share to those who compute: Horovod's threads sleep while they have nothing to do.
 
-    Nothing happens with a Horovod without patch 0016.
+    Args:
+        on: Whether blocking collectives sleep instead of asking again and again (with Horovod's patch 0017), and
+            Horovod negotiates less often while a rank has nothing submitted (0016); False for Horovod's own ways.
+        idle_cycle_ms: Longest time between such negotiations.
     """
     from horovod.torch import mpi_ops
 
     set_idle_cycle_ms = getattr(mpi_ops.mpi_lib, "horovod_torch_set_idle_cycle_ms", None)
     if set_idle_cycle_ms is not None:
-        set_idle_cycle_ms(longest_ms)
+        set_idle_cycle_ms(idle_cycle_ms if on else 0.0)
+    set_waits_sleep = getattr(mpi_ops.mpi_lib, "horovod_torch_set_waits_sleep", None)
+    if set_waits_sleep is not None:
+        set_waits_sleep(on)

@@ -9,7 +9,7 @@ import torch
 from horovod.torch import mpi_ops
 
 import star_hvd as hvd
-from star_hvd.engine.collective import IDLE_CYCLE_MS, HorovodCollective, set_idle_cycle, wait_all
+from star_hvd.engine.collective import HorovodCollective, spare_cores, wait_all
 from tests.support.launch import write_result
 
 REDUCTIONS = 10
@@ -26,16 +26,18 @@ def main() -> None:
         time.sleep(late_s)
         wait_all(collective, [collective.submit("next", torch.ones(1))], 300.0, "a reduction")
 
-    def wakes_while_idle(idle_cycle_ms: float) -> int:
+    def wakes_while_idle() -> int:
         """Return how often threads of this process gave their core away in a second without work."""
-        set_idle_cycle(idle_cycle_ms)
         reduce()
         before = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
         time.sleep(IDLE_S)
         return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
 
-    of_star_hvd, usual = wakes_while_idle(IDLE_CYCLE_MS), wakes_while_idle(0.0)
-    asleep = wakes_while_idle(LONG_MS)
+    of_star_hvd = wakes_while_idle()
+    spare_cores(False)
+    usual = wakes_while_idle()
+    spare_cores(True, idle_cycle_ms=LONG_MS)
+    asleep = wakes_while_idle()
     began_s = time.monotonic()
     for number in range(REDUCTIONS):
         reduce(late_s=0.02 * (number % 3) * hvd.rank())
@@ -43,7 +45,7 @@ def main() -> None:
     write_result(
         {"patched": patched, "usual": usual, "star_hvd": of_star_hvd, "asleep": asleep, "took_s": took_s}
     )
-    set_idle_cycle(0.0)
+    spare_cores(False)
     hvd.shutdown()
 
 

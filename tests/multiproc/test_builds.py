@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.multiproc.thread_state_job import REDUCTIONS
+from tests.multiproc.wait_job import LATE_S
 from tests.support.launch import run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
@@ -37,10 +38,12 @@ def test_horovods_thread_keeps_its_thread_state() -> None:
 def test_a_wait_sleeps_until_the_operation_has_ended() -> None:
     """With Horovod's own questions a waiting thread would wake some thousand times a second."""
     for facts in run_job("tests.multiproc.wait_job", ranks=2).check().results:
-        assert facts["patched"], "patch 0014 is missing in this build of Horovod"
+        assert facts["wait_for"], "patch 0014 is missing in this build of Horovod"
+        assert facts["set_waits_sleep"], "patch 0017 is missing in this build of Horovod"
         assert not facts["too_early"] and facts["ended"] and facts["again"], facts
         assert facts["late"] or facts["woken"] <= 50, facts
         assert facts["others_ran"] and facts["sum"] == 2.0, facts
+        assert facts["used_s"] < 0.1 * LATE_S, facts
 
 
 def test_a_cycle_begins_when_somebody_waits_for_it() -> None:

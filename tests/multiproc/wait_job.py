@@ -22,6 +22,15 @@ def wakes() -> int:
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
+def used_s_in_allreduce(late: bool) -> float:
+    """Return the processor time of this thread in a blocking collective of the program's, beside a late rank."""
+    if late:
+        time.sleep(LATE_S)
+    before_s = time.thread_time()
+    hvd.allreduce(torch.ones(1), name="user's")
+    return time.thread_time() - before_s
+
+
 def main() -> None:
     hvd.init()
     rank = hvd.rank()
@@ -49,8 +58,9 @@ def main() -> None:
     collective.finish(handle)
     facts = {"late": rank == LATE, "too_early": too_early, "ended": found, "woken": woken, "others_ran": turns > 0}
     again = collective.wait(handle, 60.0)  # Of an operation that was collected.
-    patched = hasattr(mpi_ops.mpi_lib, "horovod_torch_wait_for")
-    write_result({**facts, "again": again, "sum": float(tensor), "patched": patched})
+    patched = {name: hasattr(mpi_ops.mpi_lib, f"horovod_torch_{name}") for name in ("wait_for", "set_waits_sleep")}
+    used_s = used_s_in_allreduce(late=rank == LATE)
+    write_result({**facts, **patched, "again": again, "sum": float(tensor), "used_s": used_s})
     hvd.shutdown()
 
 
