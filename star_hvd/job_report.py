@@ -128,7 +128,7 @@ def record_loss(loss: float | torch.Tensor) -> None:
         if math.isnan(value):
             value = math.inf  # NaN means "no loss" in the header, but the accuracy guard needs to see it.
         for driver in run.drivers.values():
-            driver.engine.loss = value
+            driver.engine.own.loss = value
 
 
 def record_metric(

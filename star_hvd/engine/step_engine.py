@@ -14,13 +14,12 @@ owns the step's completion:
 
 A gradient that lost its claim is kept and folded into the next submission of its bucket.
 
-`claims.py` tracks the claims, `step_exchange.py` sends and receives buckets and header, `header_timing.py` decides when
-the header is sent.
+`claims.py` tracks the claims, `own_gradient.py` the training thread's gradient; `step_exchange.py` sends and receives
+buckets and header, and `header_timing.py` decides when the header is sent.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -38,9 +37,9 @@ from star_hvd.engine.exchange.agreement import Agreement
 from star_hvd.engine.exchange.header_timing import HeaderTiming
 from star_hvd.engine.exchange.late_gradients import LateGradients
 from star_hvd.engine.exchange.manual_steps import ManualSteps
-from star_hvd.engine.exchange.means import LocalNorm
+from star_hvd.engine.exchange.own_gradient import OwnGradient
 from star_hvd.engine.exchange.step_exchange import StepExchange
-from star_hvd.engine.header import Contribution, Header
+from star_hvd.engine.header import Header
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.records import Averaging, Counters, Listener, OpenStep, Result, Snapshot
 from star_hvd.engine.replica import Replica, ReplicaState
@@ -100,10 +99,8 @@ class StepEngine:
         self.averaging: Averaging | None = None
         self.prefix = prefix
         self.counters = Counters()
-        self.own_steps = 0
+        self.own = OwnGradient(applier, self.counters, noise_interval_steps)
         self.inactive = False
-        self.weight = 1.0
-        self.loss = self.interval_s = math.nan
         self.failure: BaseException | None = None
         self._mutex = ordered_rlock("StepEngine.lock")
         self.lock = threading.Condition(self._mutex)
@@ -114,18 +111,14 @@ class StepEngine:
         self._scale_by_ranks = scale_by_ranks
         self._replay_queue = replay_queue
         self._raise_on_mismatch = raise_on_mismatch
-        self._norm = LocalNorm(self.streams, noise_interval_steps)
-        self._deferred: dict[int, Fence] = {}
         self.late = LateGradients(applier.buckets, self.counters, self.streams)
-        self._timing = HeaderTiming(early_after_steps, clock)
-        self._claimed_early = False  # Whether the header of the step still to be arrived at is claimed.
         self._manual = ManualSteps(can_replay=can_replay)
         self.wire = wire or Wire()
         self._exchange = StepExchange(
             applier,
             self.agreement,
             self.late,
-            self._timing,
+            HeaderTiming(early_after_steps, clock),
             self.wire,
             collective,
             collective_of,
@@ -181,12 +174,14 @@ class StepEngine:
         with self.lock:
             self._raise_failure()
             bucket = self.applier.buckets[index]
-            self.counters.produced_weight += self.weight / len(self.applier.buckets)
-            if self._out_of_common_steps() or self._claims.current.claimed(index):
-                self.late.keep(bucket, self.weight, self.step)
+            step = self._claims.current
+            self.own.count_produced()
+            if self._out_of_common_steps() or step.claimed(index):
+                self.late.keep(bucket, self.own.weight, self.step)
                 self.replica.note_bucket_use()
             else:
-                self._submit_fresh(bucket)
+                self.own.count_fresh(bucket, step.number)
+                self._exchange.submit_fresh(step, bucket, self.own.weight)
                 if self._may_claim_early():
                     self._claim_early()
 
@@ -194,7 +189,7 @@ class StepEngine:
         """Defer a bucket until its device has reached `fence`; until then its gradient can miss its step."""
         with self.lock:
             self._raise_failure()
-            self._deferred[index] = fence
+            self.own.deferred[index] = fence
             self._changed()
 
     def flush_deferred(self) -> bool:
@@ -204,12 +199,9 @@ class StepEngine:
         """
         with self.lock:
             self._raise_failure()
-            for index, fence in list(self._deferred.items()):
-                if fence.done():
-                    del self._deferred[index]
-                    fence.order(self.applier.buckets[index].flat)
-                    self.gradient_ready(index)
-            return not self._deferred
+            for index in self.own.take_completed():
+                self.gradient_ready(index)
+            return not self.own.deferred
 
     def arrive(self, *, manual: bool = False) -> bool:
         """Note that the training thread has given all its buckets. Return whether its gradient is in the step.
@@ -223,8 +215,8 @@ class StepEngine:
         with self.lock:
             self._raise_failure()
             self.replica.computing = False
-            self.own_steps += not self._claimed_early
-            step, self._claimed_early = self._claims.early, False
+            self.own.count_step()
+            step = self._claims.early
             if step is not None:
                 step.early = False
                 self._manual.arrived(step, manual=manual, early=True)
@@ -247,9 +239,9 @@ class StepEngine:
     def _read_devices(self) -> None:
         """Read what the header needs from the devices; the host waits here, without the lock."""
         with self.lock:
-            queued = self._norm.take()
+            queued = self.own.norm.take()
             due = self.agreement.checksum_due(self.next_step)
-        self._norm.read(queued)
+        self.own.norm.read(queued)
         if due and self.streams.devices:
             self.agreement.checksum = (self.next_step, self.applier.checksum())
 
@@ -384,7 +376,7 @@ class StepEngine:
             if state is ReplicaState.STATELESS or (incomplete and self.step < target):
                 return False
             self.replica.computing = True
-            self._norm.clear()
+            self.own.norm.clear()
             self._changed()
             return True
 
@@ -460,13 +452,13 @@ class StepEngine:
     def must_poll(self) -> bool:
         """Whether the helper waits for something that sends no wake-up: a reduction or a device."""
         with self.lock:
-            return self.helper_owns() or bool(self._deferred)
+            return self.helper_owns() or bool(self.own.deferred)
 
     def await_helpers_step(self, longest_s: float) -> None:
         """For the helper, if `must_poll`: wait for the next operation of its step, or shortly for a device."""
         with self.lock:
             step = self._claims.owned_by("helper")
-            handle = step.waiting[0] if step is not None and step.waiting and not self._deferred else None
+            handle = step.waiting[0] if step is not None and step.waiting and not self.own.deferred else None
             collective = self._exchange.collective
         if handle is None:
             time.sleep(_DEVICE_POLL_S)
@@ -477,7 +469,7 @@ class StepEngine:
         """Do one thing that is due, without waiting. Return whether something was done."""
         with self.lock:
             self._raise_failure()
-            if self._deferred:
+            if self.own.deferred:
                 self.flush_deferred()
             if self._may_take_over():
                 self._claims.hand_to_helper()
@@ -499,11 +491,11 @@ class StepEngine:
         with self.replica.apply_lock, self.lock:
             self.replica.leave()
 
-    def outside_gradient(self, index: int) -> None:
+    def outside_gradient(self) -> None:
         """Count the training thread's gradient of one bucket, complete in a mode that does not reduce it here."""
         with self.lock:
             self._raise_failure()
-            self.counters.produced_weight += self.weight / len(self.applier.buckets)
+            self.own.count_produced()
 
     def note_step(self, step: int) -> None:
         """Note that the live parameters are those of step `step`, received from elsewhere."""
@@ -637,7 +629,8 @@ class StepEngine:
 
     def _may_claim_early(self) -> bool:
         """Whether the gradient is complete before the training thread arrives, and nothing holds the header back."""
-        if self._claims.in_flight is not None or not self._timing.may_be_early(self.plan, mixed=self.agreement.mixed):
+        timing = self._exchange.timing
+        if self._claims.in_flight is not None or not timing.may_be_early(self.plan, mixed=self.agreement.mixed):
             return False
         if self.streams.devices:  # The header needs numbers for which the host would have to wait here.
             return False
@@ -649,16 +642,8 @@ class StepEngine:
         Hyperparameters are read here, and a loss recorded after this goes with the next step. Whether the program will
         work on the mean is not known yet: see `ManualSteps`.
         """
-        self.own_steps += not self._claimed_early
-        self._claimed_early = True
+        self.own.count_step(early=True)
         self._claim_header("trainer", manual=self._manual.in_early_header()).early = True
-
-    def _submit_fresh(self, bucket: Bucket) -> None:
-        step = self._claims.current
-        if self._norm.due(step.number):
-            self._norm.add(bucket.flat)
-        self.counters.applied_weight += self.weight / len(self.applier.buckets)
-        self._exchange.submit_fresh(step, bucket, self.weight)
 
     def _submit_proxy(self) -> None:
         """Submit every bucket the training thread has not submitted, then the header."""
@@ -679,37 +664,25 @@ class StepEngine:
 
     def _claim_header(self, owner: str, *, manual: bool = False) -> OpenStep:
         """Submit the header of the current step, which makes `owner` responsible for its completion."""
-        step = self._claims.current
-        item = self._contribution(step, fresh=owner == "trainer", manual=manual)
+        step, fresh = self._claims.current, owner == "trainer"
+        item = self.agreement.contribution(step, self.own.steps, fresh=fresh, inactive=self.inactive)
+        if fresh:
+            self.own.report(item, step.number)
+            item.manual, item.manual_before = manual, self._manual.report(step)
         self._exchange.submit_header(step, item, self._averaging_in_force)
         self._claims.claim(owner)
         self._changed()
         return step
-
-    def _contribution(self, step: OpenStep, *, fresh: bool, manual: bool) -> Contribution:
-        """Return this rank's part of the header that leaves now."""
-        item = self.agreement.contribution(step, self.own_steps, fresh=fresh, inactive=self.inactive)
-        item.wire = self.wire.wanted if self.rank == self.agreement.members[0] else 0
-        if fresh:
-            item.manual, item.weight, item.loss = manual, self.weight, self.loss
-            item.interval_s = self.interval_s
-            item.local_sqr = self.weight * self._norm.sqr if self._norm.due(step.number) else None
-            item.waited = self._timing.waits()
-            item.manual_before = self._manual.report(step)
-            self.loss = math.nan
-        return item
 
     def _complete(self, step: OpenStep, header: Header, means: list[torch.Tensor], mean_sqr: float) -> Result:
         """Act on the header of a reduced step."""
         if header.manual and step.owner == "helper" and step.averaging is None:
             self.replica.cannot_replay(step.number)
         complete = header.complete(self.agreement.members)
-        self._timing.read(header, complete=complete)
+        self._exchange.ended(step, header, complete=complete)
         if self._manual.read(step, header, complete=complete):
             self.replica.cannot_replay()
             self._changed()
-        if step.averaging is None:
-            self.wire.ended(header.wire)
         before = self.plan
         row = self.agreement.read(step, header, mean_sqr)
         if header.checksum_ok is False and self._raise_on_mismatch:
@@ -739,8 +712,9 @@ class StepEngine:
             return True
 
     def _due(self) -> bool:
-        own = self.helper_owns() or self._may_close() or self._may_absorb() or self._may_take_over()
-        return own or self.replica.may_replay() or bool(self._deferred)
+        owns = self._claims.owned_by("helper") is not None
+        own = owns or self._may_close() or self._may_absorb() or self._may_take_over()
+        return own or self.replica.may_replay() or bool(self.own.deferred)
 
     def _may_absorb(self) -> bool:
         """Whether the helper may use an averaging that ended without the training thread."""

@@ -221,10 +221,10 @@ class StepDriver:
         """Contribute this rank's gradient. Return whether it is in the step; if so, `complete` has to follow."""
         with self.named_failures():
             self._await_deferred()
-            self._loss, step = self.engine.loss, self.engine.step
+            self._loss, step = self.engine.own.loss, self.engine.step
             if self.overlapped is not None:
                 now_s = time.monotonic()
-                self.engine.interval_s, self._arrived_s = now_s - self._arrived_s, now_s
+                self.engine.own.interval_s, self._arrived_s = now_s - self._arrived_s, now_s
             self.reporter.begin_timing()
             self._own_work.look()
             if self.engine.arrive(manual=manual):
@@ -308,7 +308,7 @@ class StepDriver:
         with self.named_failures():
             self.reporter.begin_timing()
             self._own_work.look(wait=True)
-            loss = self.engine.loss  # Read now: an averaging sends and clears it.
+            loss = self.engine.own.loss  # Read now: an averaging sends and clears it.
             logged = self.reporter.steps_logged
             value = active.step(skip=skip)
             # The coordinator hears of local steps at averagings, the log of each. The log alone also gets a gradient

@@ -95,15 +95,15 @@ class LocalSteps:
 
     def give(self, bucket: Bucket) -> None:
         """Count a complete gradient."""
-        self._engine.outside_gradient(bucket.index)
+        self._engine.outside_gradient()
 
     def step(self, *, skip: bool) -> Any:
         """Make one step on this rank's own gradient, and average if that is due.
 
         If a rank is late, the others wait for it at the averaging, not before.
         """
-        engine, weight = self._engine, self._engine.weight
-        engine.own_steps += 1
+        engine, weight = self._engine, self._engine.own.weight
+        engine.own.steps += 1
         if self.over:  # The mode ended while this rank was inactive.
             flats = [self._weighted(bucket, weight).clone() for bucket in engine.applier.buckets]
             engine.keep_late(flats, engine.step)
@@ -162,15 +162,15 @@ class LocalSteps:
     def _send(self, *, copy: bool) -> None:
         """Submit this rank's part of an averaging. Its steps from here on count for the next one."""
         engine = self._engine
-        weight = engine.weight
-        engine.weight = self._weight = max(self._weight, _LEAST_WEIGHT)
+        weight = engine.own.weight
+        engine.own.weight = self._weight = max(self._weight, _LEAST_WEIGHT)
         self._copy = _Copy() if copy else None
         for bucket in engine.applier.buckets:
             engine.submit_average(bucket, self._part(bucket))
         engine.arrive_average()
         if self._copy is not None:
             self._copy.fence = engine.streams.give(PARAMS)
-        engine.weight = weight
+        engine.own.weight = weight
         self._sent, self._weight, self._steps, self._began_s = True, 0.0, 0, time.monotonic()
 
     def _use_sent(self, *, wait: bool) -> None:

@@ -174,7 +174,7 @@ class ServerSteps:
 
     def give(self, bucket: Bucket) -> None:
         """Handle a complete gradient, and send it if pushes start early."""
-        self._engine.outside_gradient(bucket.index)
+        self._engine.outside_gradient()
         # Only `step` folds in a late gradient: no step may follow this backward pass.
         if self._early and not self.over and not self._engine.pending_weight:
             if not self._given or bucket.index in self._given:  # The latter if no step followed a backward pass.
@@ -193,7 +193,7 @@ class ServerSteps:
         """
         engine = self._engine
         self._finish_arriving()
-        engine.own_steps += 1
+        engine.own.steps += 1
         engine.applier.clip()  # Here, since no process ever holds the whole averaged gradient.
         flats, version = self._contribution(), engine.step
         if self.over:  # The mode ended while this rank was computing.
@@ -230,7 +230,7 @@ class ServerSteps:
 
     def _weigh(self, bucket: Bucket) -> Mapping[int, bytes]:
         """Turn the bucket's buffer into what is pushed. Return per chunk what is sent instead of its part of it."""
-        weight = self._engine.weight
+        weight = self._engine.own.weight
         if weight != 1.0:
             bucket.flat[:-1].mul_(weight)
         bucket.flat[-1] = weight
@@ -260,9 +260,9 @@ class ServerSteps:
             flats=flats,
             weight=total,
             count=count,
-            own_steps=engine.own_steps,
+            own_steps=engine.own.steps,
             row=engine.applier.hyper.read(engine.applier.optimizer.param_groups),
-            loss=engine.loss,
+            loss=engine.own.loss,
             keep=True,
             small=self._small,
         )

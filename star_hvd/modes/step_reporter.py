@@ -121,7 +121,7 @@ class StepReporter:
 
     def note_step(self, info: StepInfo) -> None:
         """Report a step of the active mode, which has ended."""
-        loss, self.engine.loss = self.engine.loss, math.nan
+        loss, self.engine.own.loss = self.engine.own.loss, math.nan
         self.wait_s = info.comm_s
         self.log_step(info.version, loss, info.comm_s, late=info.staleness > 0)
         self._send(

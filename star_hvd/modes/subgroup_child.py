@@ -107,7 +107,7 @@ class ChildSteps:
 
     def give(self, bucket: Bucket) -> None:
         """Count a complete gradient."""
-        self._engine.outside_gradient(bucket.index)
+        self._engine.outside_gradient()
 
     def step(self, *, skip: bool) -> Any:
         """Send this rank's gradient to the parent and load the parameters of the step that contains it.
@@ -115,9 +115,9 @@ class ChildSteps:
         This rank is always late, and the members do not wait for it.
         """
         engine = self._engine
-        engine.own_steps += 1
+        engine.own.steps += 1
         engine.applier.clip()
-        weight, version = engine.weight, engine.step
+        weight, version = engine.own.weight, engine.step
         for bucket in engine.applier.buckets:
             if weight != 1.0:
                 bucket.flat[:-1].mul_(weight)

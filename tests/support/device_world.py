@@ -141,7 +141,7 @@ class DeviceWorld(World):
                 noise_interval_steps=2,
                 wire=self.wire(buckets, rank, seed),
             )
-            engine.weight = WEIGHT
+            engine.own.weight = WEIGHT
             return engine
 
     def wire(self, buckets: list[Bucket], rank: int, seed: int) -> Wire | None:

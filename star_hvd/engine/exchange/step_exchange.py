@@ -40,6 +40,7 @@ class StepExchange:
 
     Attributes:
         collective: The collective of the plan in force.
+        timing: As given.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class StepExchange:
         self._applier = applier
         self._agreement = agreement
         self._late = late
-        self._timing = timing
+        self.timing = timing
         self._wire = wire
         self._prefix = prefix
         self._mean_factor = mean_factor
@@ -81,7 +82,7 @@ class StepExchange:
 
     def plan_taken(self) -> None:
         """Switch to the collective of the new plan."""
-        self._timing.restart()
+        self.timing.restart()
         self._wire.restart()
         plan = self._agreement.plan
         if plan.mode != "subgroup":
@@ -99,7 +100,7 @@ class StepExchange:
             flat[:-1].mul_(weight)
         flat[-1] = weight
         if bucket is self._carrier:
-            self._timing.carrier_complete()
+            self.timing.carrier_complete()
         self._submit(step, bucket, flat, given=weight != 0.0)
 
     def submit_proxy(self, step: OpenStep, bucket: Bucket) -> None:
@@ -112,7 +113,7 @@ class StepExchange:
         step.folded += folded
         reduced_buffer = self._wire.encode(bucket, flat, given=folded or given)
         step.buffers[bucket.index], step.reduced_buffers[bucket.index] = flat, reduced_buffer
-        if bucket is self._carrier and self._timing.alone and self._wire.has_tail:
+        if bucket is self._carrier and self.timing.alone and self._wire.has_tail:
             reduced_buffer[-bucket.tail :].zero_()  # Clear an earlier header.
         if bucket is not self._carrier or self._header_alone:
             step.handles[bucket.index] = self._start(self._wire.name(bucket), reduced_buffer)
@@ -124,6 +125,10 @@ class StepExchange:
 
     def submit_header(self, step: OpenStep, item: Contribution, averaging: Averaging | None) -> None:
         """Submit the header, behind the carrier if there is one, and the extra tensors that `averaging` averages."""
+        if self._agreement.rank == self._agreement.members[0]:
+            item.wire = self._wire.wanted
+        if item.fresh:
+            item.waited = self.timing.waits()
         codec, name = self._agreement.codec, "h"
         if self._carrier is None or self._header_alone or self._agreement.plan.mode == "local":
             whole = step.header = torch.zeros(codec.size, dtype=torch.float32, device="cpu")
@@ -146,7 +151,7 @@ class StepExchange:
     @property
     def _header_alone(self) -> bool:
         """Whether the next step's header travels as a separate tensor although there may be a carrier."""
-        return self._timing.alone or not self._wire.has_tail
+        return self.timing.alone or not self._wire.has_tail
 
     # ---- back -----------------------------------------------------------------------------------------------
 
@@ -161,6 +166,12 @@ class StepExchange:
         while step.waiting and self.collective.poll(step.waiting[0]):
             self.collective.finish(step.waiting.popleft())
         return not step.waiting
+
+    def ended(self, step: OpenStep, header: Header, *, complete: bool) -> None:
+        """Note the reduced header of a step, on which depends how the next ones are sent."""
+        self.timing.read(header, complete=complete)
+        if step.averaging is None:
+            self._wire.ended(header.wire)
 
     def header(self, step: OpenStep) -> Header:
         """Decode the reduced header, which must have been collected."""

@@ -76,7 +76,7 @@ def test_in_lockstep_everything_is_on_its_way_before_the_training_thread_arrives
             finish(engine)
     values = [param.detach() for engine in pair for bucket in engine.applier.buckets for param in bucket.params]
     assert all(torch.equal(value, torch.full((4,), -0.5)) for value in values)
-    assert [engine.own_steps for engine in pair] == [3, 3]
+    assert [engine.own.steps for engine in pair] == [3, 3]
 
 
 def test_in_partial_the_last_bucket_waits_for_its_header_only_until_ranks_say_that_this_is_long() -> None:
@@ -141,7 +141,7 @@ def test_whoever_waits_for_the_next_step_gets_the_claimed_one_from_the_helper_of
         elsewhere.helper_tick()
     for mine, theirs in zip(elsewhere.applier.buckets, waiting.applier.buckets, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.params, theirs.params, strict=True))
-    assert elsewhere.own_steps == 1 and elsewhere.counters.produced_weight == elsewhere.counters.applied_weight == 1.0
+    assert elsewhere.own.steps == 1 and elsewhere.counters.produced_weight == elsewhere.counters.applied_weight == 1.0
 
 
 @pytest.mark.parametrize("fp16", [False, True])

@@ -471,13 +471,13 @@ def test_a_gradient_on_its_way_that_fails_at_the_end_of_the_mode_counts_as_dropp
     steps = child_steps(engine, plan, line=Parent(), background=True)
     counters = engine.counters
     for number in range(3):
-        counters.produced_weight += engine.weight
+        counters.produced_weight += engine.own.weight
         steps.step(skip=False)
         assert number or pushing.wait(30.0)
     assert counters.produced_weight == 0.0, "they are the parent's"
     steps.exit()
-    assert (counters.drops, counters.dropped_weight) == (1, engine.weight)
-    assert counters.produced_weight == 3 * engine.weight, "two of them wait for this rank's next step"
+    assert (counters.drops, counters.dropped_weight) == (1, engine.own.weight)
+    assert counters.produced_weight == 3 * engine.own.weight, "two of them wait for this rank's next step"
 
 
 class LastState(Servers):

@@ -139,7 +139,7 @@ def test_the_others_train_on(seed: int, droppers: tuple[int, ...], quorum: int |
     world.run()
     for rank, engine in enumerate(world.engines):
         assert engine.failure is None
-        assert rank in droppers or engine.own_steps == world.lengths[rank]
+        assert rank in droppers or engine.own.steps == world.lengths[rank]
     first, *others = [[p.detach() for b in e.applier.buckets for p in b.params] for e in world.staying]
     for params in others:
         assert all(torch.equal(a, b) for a, b in zip(first, params, strict=True))
