@@ -1,6 +1,7 @@
 """Replays of recent times under the rules of a mode: interval and composition of updates.
 
-Small event simulations for decisions within milliseconds; `scheduler.simulator` is exact.
+Small event simulations for decisions within milliseconds; `scheduler.simulator` is exact. Each is written twice:
+`replay_few.py` has loops, which are faster for few ranks, and `replay_many.py` operations on arrays.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from scheduler.cost import replay_few
-from scheduler.cost.replay_few import FEW
+from scheduler.cost import replay_few, replay_many
 from scheduler.diagnosis.window_stats import always_slow
 from scheduler.plan.plan import Plan
 from scheduler.rules.weights import damped, damping_scale, lr_factor
@@ -22,13 +22,14 @@ from scheduler.rules.weights import damped, damping_scale, lr_factor
 __all__ = ["Flow", "partial_flow", "server_flow"]
 
 Array = npt.NDArray[np.float64]
-_Counts = npt.NDArray[np.int64]
+
+FEW = 16
+"""Most ranks for which loops are faster than operations on arrays."""
 
 _GRACE = 0.25  # Fraction of the usual time that `ClosingRule` waits after the quorum.
 _ARRIVALS = 24  # Arrivals per rank in a replay of servers.
 _ROWS = 8  # Up to this many rows, columns are sorted by comparing whole rows.
 _MANY = 128
-_NONE = np.zeros((0, 1), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,71 +89,19 @@ class Flow:
         return dataclasses.replace(self, interval_s=self.interval_s + extra_s)
 
 
-def _order(times: Array, x: int, updates: int, gap_s: float = 0.0) -> tuple[float, _Counts, float]:
-    """Mean interval, staleness of every gradient, and the relative standard error of the interval.
-
-    The first tenth, before the steady state, is not counted.
-    """
-    n = times.shape[1]
-    if not 1 <= x <= n:
-        raise ValueError(f"x is {x}; expected 1..{n}, the ranks")
-    if n <= FEW:
-        few_ends, few_stale = replay_few.order(times.tolist(), x, updates, gap_s)
-        return _steady(np.array(few_ends), np.array(few_stale), updates)
-    finish_s, base, place = times[0].copy(), np.zeros(n, dtype=np.int64), np.arange(n, 2 * n)
-    ahead, turn = times.reshape(-1), times.size
-    ends, stale, now_s = np.zeros(updates), np.zeros((updates, x), dtype=np.int64), 0.0
-    for update in range(updates):
-        chosen = np.argpartition(finish_s, x - 1)[:x] if x < n else np.arange(n)
-        now_s = max(float(finish_s[chosen].max()), now_s + gap_s)
-        stale[update] = update - base[chosen]
-        following = place[chosen]
-        finish_s[chosen] = now_s + ahead[following % turn]
-        place[chosen] = following + n
-        base[chosen] = update + 1
-        ends[update] = now_s
-    return _steady(ends, stale, updates)
+def _first_steady(updates: int) -> int:
+    """Index of the first update that counts: the first tenth is before the steady state."""
+    return max(updates // 10, min(1, updates - 3))
 
 
-def _steady(ends: Array, stale: _Counts, updates: int) -> tuple[float, _Counts, float]:
-    """Steady-state statistics as `_order` returns them, from the end and staleness of every update."""
-    skip, now_s = max(updates // 10, min(1, updates - 3)), float(ends[-1])
-    steps = np.diff(ends[skip:]) if updates - skip > 1 else ends
+def _interval_of(ends: Array) -> tuple[float, float]:
+    """Mean interval of updates that end at these times, and its relative standard error."""
+    updates, first = len(ends), _first_steady(len(ends))
+    steps = np.diff(ends[first:]) if updates - first > 1 else ends
     mean_s = float(steps.mean())
     if updates >= 500:  # STAR's table counts from the start.
-        mean_s = now_s / updates
-    return mean_s, stale[skip:].reshape(-1), float(steps.std()) / math.sqrt(len(steps)) / max(mean_s, 1e-12)
-
-
-def _backup(times: Array, x: int, updates: int, gap_s: float) -> tuple[float, float]:
-    """Mean interval of updates of the first x fresh gradients, and its relative standard error.
-
-    Later gradients are dropped on arrival; their ranks start again with the parameters of that time.
-    """
-    rows, n = times.shape
-    if n <= FEW:
-        mean_s, _, scatter = _steady(np.array(replay_few.backup(times.tolist(), x, updates, gap_s)), _NONE, updates)
-        return mean_s, scatter
-    finish_s, base, count = times[0].copy(), np.zeros(n, dtype=np.int64), np.ones(n, dtype=np.int64)
-    ends, now_s = np.zeros(updates), 0.0
-    for update in range(updates):
-        while True:
-            fresh = base == update
-            following_s = float(np.partition(np.where(fresh, finish_s, math.inf), x - 1)[x - 1])
-            dropped = np.flatnonzero(~fresh & (finish_s <= following_s))
-            if not len(dropped):
-                break
-            finish_s[dropped] = np.maximum(finish_s[dropped], now_s) + times[count[dropped] % rows, dropped]
-            count[dropped] += 1
-            base[dropped] = update
-        chosen = np.flatnonzero(fresh & (finish_s <= following_s))[:x]
-        now_s = max(following_s, now_s + gap_s)
-        finish_s[chosen] = now_s + times[count[chosen] % rows, chosen]
-        count[chosen] += 1
-        base[chosen] = update + 1
-        ends[update] = now_s
-    mean_s, _, scatter = _steady(ends, _NONE, updates)
-    return mean_s, scatter
+        mean_s = float(ends[-1]) / updates
+    return mean_s, float(steps.std()) / math.sqrt(len(steps)) / max(mean_s, 1e-12)
 
 
 def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
@@ -165,6 +114,8 @@ def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
         gap_s: Least time between updates.
     """
     n = times.shape[1]
+    if not 1 <= x <= n:
+        raise ValueError(f"x is {x}; expected 1..{n}, the ranks")
     if x == 1:
         # Ranks are independent: rates add up, no order to simulate.
         rates = 1.0 / times.mean(axis=0)
@@ -173,16 +124,19 @@ def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
         scatter = 0.02
     elif plan.rule == "backup":
         updates = max(12, _ARRIVALS * n // x) if n <= _MANY else 6
-        interval_s, scatter = _backup(times, x, updates, gap_s)
+        backup = replay_few.backup if n <= FEW else replay_many.backup
+        interval_s, scatter = _interval_of(backup(times, x, updates, gap_s))
         stale, weight = np.zeros(1), np.ones(1)
     elif plan.rule == "grace":
         return _graced(times, x, gap_s)
     else:
         updates = max(12, _ARRIVALS * n // x) if n <= _MANY else max(8, 6 * n // x)
-        interval_s, all_stale, scatter = _order(times, x, updates, gap_s)
-        counts = np.bincount(all_stale)
+        order = replay_few.order if n <= FEW else replay_many.order
+        ends, all_stale = order(times, x, updates, gap_s)
+        interval_s, scatter = _interval_of(ends)
+        counts = np.bincount(all_stale[_first_steady(updates) :].reshape(-1))
         stale = np.flatnonzero(counts).astype(np.float64)
-        weight = counts[counts > 0] / len(all_stale)
+        weight = counts[counts > 0] / counts.sum()
     kept = damped(damping_scale(plan, float(x)), stale)
     share = weight * kept
     total = float(share.sum())
@@ -231,14 +185,9 @@ def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, scales
     usual = _median(times)
     steps = 2 * len(times) if len(usual) <= _MANY else len(times) + 3
     typical_s = float(np.sort(usual)[(len(usual) - 1) // 2])
-    slow, grace_s = always_slow(usual, typical_s), _GRACE * typical_s
-    if len(usual) <= FEW:
-        table, loud = times.tolist(), slow.tolist()
-        found = [replay_few.partial(table, quorum, fixed_s, loud, grace_s) for quorum in quorums]
-    else:
-        found = _partials(times, np.asarray(quorums), fixed_s, slow, grace_s, steps)
-    cases = zip(scales, found, strict=True)
-    return [_mean_flow(steps, *case) for case in cases]
+    partials = replay_few.partials if len(usual) <= FEW else replay_many.partials
+    found = partials(times, quorums, fixed_s, always_slow(usual, typical_s), _GRACE * typical_s, steps)
+    return [_mean_flow(steps, *case) for case in zip(scales, found, strict=True)]
 
 
 def _median(times: Array) -> Array:
@@ -250,81 +199,6 @@ def _median(times: Array) -> Array:
         upper, lower = ordered[turn % 2 : rows - 1 : 2], ordered[turn % 2 + 1 :: 2]
         upper[:], lower[:] = np.minimum(upper, lower), np.maximum(upper, lower)
     return np.asarray(0.5 * (ordered[(rows - 1) // 2] + ordered[rows // 2]))
-
-
-def _partials(
-    times: Array,
-    quorum: npt.NDArray[np.int64],
-    fixed_s: float,
-    slow: npt.NDArray[np.bool_],
-    grace_s: float,
-    steps: int,
-) -> list[tuple[float, list[int]]]:
-    """Total time of the steps and number of gradients of each staleness, for every quorum."""
-    n = times.shape[1]
-    cases, first = np.arange(len(quorum)), (quorum - 1)[:, None]
-    places = sorted(set(first[:, 0].tolist()))
-    turns = -(-(2 * steps + 2) // len(times))  # A rank begins at most two batches per step.
-    ahead = np.tile(times, (turns, 1)).reshape(-1)
-    place = np.tile(np.arange(n, 2 * n), (len(quorum), 1))  # Index of each rank's next time.
-    finish_s = np.tile(times[0], (len(quorum), 1))
-    batch_step = np.zeros(finish_s.shape, dtype=np.int64)
-    now_s = np.zeros((len(quorum), 1))
-    taken = np.zeros((len(quorum), steps + 1), dtype=np.int64)
-    for step in range(steps):
-        behind = batch_step < step
-        join = behind & (finish_s <= now_s)
-        if join.any():  # Ranks that ended a late batch while the last step was reduced begin one for this step.
-            finish_s[join] = now_s[np.nonzero(join)[0], 0] + ahead[place[join]]
-            place[join] += n
-            batch_step[join] = step
-            behind ^= join
-        close_s = _close_s(finish_s, behind, now_s, places, first, slow, grace_s)
-        ended = finish_s <= close_s
-        fresh = ended & ~behind
-        taken[:, 0] += fresh.sum(axis=1)
-        # Late ranks begin a batch for this step at once; the others begin the next step together.
-        late = ended & behind
-        now_s = close_s + fixed_s
-        following_s = now_s + ahead[place]
-        if late.any():
-            np.add.at(taken, (np.nonzero(late)[0], step - batch_step[late]), 1)
-            following_s[late] = finish_s[late] + ahead[place[late]]
-            batch_step[late] = step
-        finish_s = np.where(ended, following_s, finish_s)
-        place += n * ended
-        batch_step[fresh] = step + 1
-    return [(float(now_s[case, 0]), taken[case].tolist()) for case in cases.tolist()]
-
-
-def _close_s(
-    finish_s: Array,
-    behind: npt.NDArray[np.bool_],
-    now_s: Array,
-    places: list[int],
-    first: npt.NDArray[np.int64],
-    slow: npt.NDArray[np.bool_],
-    grace_s: float,
-) -> Array:
-    """When a step closes: at its quorum, or within the grace with a rank that is not known to be slow.
-
-    Args:
-        finish_s: When every rank ends its batch, shape (n_cases, n_ranks).
-        behind: Whose batch is of an earlier step, same shape.
-        now_s: When the step before ended, shape (n_cases, 1).
-        places: All values of `first`, ascending.
-        first: Place of the quorum's last rank among the arrivals, shape (n_cases, 1).
-        slow: The ranks that are slow all the time.
-        grace_s: Longest wait after the quorum.
-    """
-    arrive_s = np.where(behind, math.inf, finish_s)
-    quorum_s = np.take_along_axis(np.partition(arrive_s, places, axis=1), first, axis=1)
-    short = np.isinf(quorum_s)
-    if short.any():
-        newest_s = np.where(behind, -math.inf, finish_s).max(axis=1, keepdims=True)
-        quorum_s = np.maximum(np.where(short, newest_s, quorum_s), now_s)
-    awaited_s = np.where((arrive_s > quorum_s + grace_s) | slow, -math.inf, arrive_s)
-    return np.asarray(np.maximum(quorum_s, awaited_s.max(axis=1, keepdims=True)))
 
 
 def _mean_flow(steps: int, scale: float, found: tuple[float, list[int]]) -> Flow:

@@ -5,27 +5,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-__all__ = ["FEW", "backup", "order", "partial"]
+import numpy as np
+import numpy.typing as npt
 
-FEW = 16
-"""Most ranks for which loops are faster than operations on arrays."""
+__all__ = ["Array", "Counts", "Flags", "backup", "order", "partials"]
 
-Rows = Sequence[Sequence[float]]
+Array = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 
-def order(rows: Rows, x: int, updates: int, gap_s: float) -> tuple[list[float], list[list[int]]]:
+def order(times: Array, x: int, updates: int, gap_s: float) -> tuple[Array, Counts]:
     """Updates of any x arrivals.
 
     Args:
-        rows: Times of all ranks, which repeat, seconds.
+        times: Times of all ranks, which repeat, shape (n_rows, n_ranks), seconds.
         x: Arrivals that make an update.
         updates: Updates to replay.
         gap_s: Least time between two updates.
 
     Returns:
-        The end of every update, and the staleness of its gradients.
+        The end of every update, and the staleness of its gradients, shape (updates, x).
     """
-    n, now_s = len(rows[0]), 0.0
+    n, now_s, rows = times.shape[1], 0.0, times.tolist()
     finish_s, base, count = list(rows[0]), [0] * n, [1] * n
     ends, stale, ranks = [], [], range(n)
     for update in range(updates):
@@ -37,12 +39,16 @@ def order(rows: Rows, x: int, updates: int, gap_s: float) -> tuple[list[float], 
             count[rank] += 1
             base[rank] = update + 1
         ends.append(now_s)
-    return ends, stale
+    return np.array(ends), np.array(stale)
 
 
-def backup(rows: Rows, x: int, updates: int, gap_s: float) -> list[float]:
-    """Ends of updates of the first x fresh gradients; later ones are dropped. Arguments as in `order`."""
-    n, now_s = len(rows[0]), 0.0
+def backup(times: Array, x: int, updates: int, gap_s: float) -> Array:
+    """Ends of updates of the first x fresh gradients.
+
+    Later gradients are dropped on arrival; their ranks start again with the parameters of that time. Arguments as in
+    `order`.
+    """
+    n, now_s, rows = times.shape[1], 0.0, times.tolist()
     finish_s, base, count = list(rows[0]), [0] * n, [1] * n
     ends, ranks = [], range(n)
     for update in range(updates):
@@ -63,25 +69,33 @@ def backup(rows: Rows, x: int, updates: int, gap_s: float) -> list[float]:
             count[rank] += 1
             base[rank] = update + 1
         ends.append(now_s)
-    return ends
+    return np.array(ends)
 
 
-def partial(
-    rows: Rows, quorum: int, fixed_s: float, slow: Sequence[bool], grace_s: float
-) -> tuple[float, list[int]]:
+def partials(
+    times: Array, quorums: Sequence[int], fixed_s: float, slow: Flags, grace_s: float, steps: int
+) -> list[tuple[float, list[int]]]:
     """Steps that wait for a quorum and a grace.
 
     Args:
-        rows: Times of all ranks, replayed twice, seconds.
-        quorum: Fresh gradients that a step waits for.
+        times: Times of all ranks, which repeat, shape (n_rows, n_ranks), seconds.
+        quorums: Fresh gradients that a step waits for, for every case.
         fixed_s: Time of a step besides compute.
         slow: Ranks that the grace does not wait for.
         grace_s: Longest wait for the others after the quorum.
+        steps: Steps to replay.
 
     Returns:
-        Total time of the steps, and the number of gradients of each staleness in them.
+        For every case the total time of the steps, and the number of gradients of each staleness in them.
     """
-    n, depth, steps = len(rows[0]), len(rows), 2 * len(rows)
+    rows, always = times.tolist(), slow.tolist()
+    return [_partial(rows, quorum, fixed_s, always, grace_s, steps) for quorum in quorums]
+
+
+def _partial(
+    rows: list[list[float]], quorum: int, fixed_s: float, slow: list[bool], grace_s: float, steps: int
+) -> tuple[float, list[int]]:
+    n, depth = len(rows[0]), len(rows)
     finish_s, batch_step, count = list(rows[0]), [0] * n, [1] * n
     taken, now_s, ranks = [0] * (steps + 1), 0.0, range(n)
     for step in range(steps):
