@@ -125,7 +125,6 @@ class Conditions:
             times[:] = readings.typical_s
         else:
             return None
-        starved = np.minimum(0.99, window.table.starved_share)
         return cls(
             times_s=times,
             rate=rate,
@@ -134,7 +133,7 @@ class Conditions:
             noise=_known(window.noise_scale, NOISE),
             beyond_s=_beyond_s(window, rate),
             crowded=lower_median(window.table.starved_share.tolist()) > _CROWDED,
-            starved=np.where(times.mean(axis=0) > 1.2 * readings.reference_s, starved, 0.0),
+            starved=np.minimum(0.99, window.table.starved_share),
             early=1.0 + (_EARLY - 1.0) * max(0.0, 1.0 - window.step / _EARLY_STEPS),
             price=price or StalenessPrice(prior_of(window.comm_bytes)),
             batch=window.batch,

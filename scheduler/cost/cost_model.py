@@ -24,7 +24,7 @@ from scheduler.cost.intervals import widened
 from scheduler.cost.progress import alignment, local_drift, update_progress
 from scheduler.cost.replay import Flow, partial_flow, server_flow
 from scheduler.diagnosis.links import ring_bytes
-from scheduler.diagnosis.window_stats import slow_limit_s
+from scheduler.diagnosis.window_stats import always_slow, slow_limit_s
 from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import LOCAL_COPIES, Plan
 from scheduler.plan.transmission import Transmission
@@ -195,8 +195,9 @@ def _averaging_s(conditions: Conditions) -> float:
 
 
 def _helpers_s(conditions: Conditions, ranks: _Ranks) -> float:
-    """Delay of a collective by the helpers of late, starved ranks and by frozen ranks."""
-    starved = float(conditions.starved[ranks].max(initial=0.0)) if len(conditions.starved) else 0.0
+    """Delay of a collective by the helpers of starved ranks, if those are late, and by frozen ranks."""
+    late = ranks[always_slow(conditions.usual_s[ranks], conditions.typical_s)]
+    starved = float(conditions.starved[late].max(initial=0.0)) if len(conditions.starved) else 0.0
     return _PAUSE_S * starved + conditions.frozen_s
 
 
@@ -237,7 +238,7 @@ def _partials(candidates: Sequence[Plan], conditions: Conditions) -> dict[str, F
     fixed_s = ring_s(conditions)
     scales = [damping_scale(plan, float(plan.world_size)) for plan in plans]
     flows = partial_flow(conditions.times_s, [plan.quorum for plan in plans], fixed_s, scales=scales)
-    late_s = _helpers_s(conditions, np.flatnonzero(conditions.usual_s > 1.2 * conditions.typical_s))
+    late_s = _helpers_s(conditions, np.arange(conditions.world_size))
     return {
         plan.label: flow.slower(late_s + _closed_s(plan, conditions)) for plan, flow in zip(plans, flows, strict=True)
     }
