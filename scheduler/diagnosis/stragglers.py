@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.diagnosis.links import LINK_RATIO, link_ratios, ring_bytes, worth_a_switch
-from scheduler.diagnosis.window_stats import MIN_REPORTS, RECENT, RESOLUTION_S, THRESHOLD, Readings
+from scheduler.diagnosis.window_stats import MIN_REPORTS, RECENT, RESOLUTION_S, Readings
 from scheduler.records import Window
 from scheduler.stats import duration, lower_median
 
@@ -36,7 +36,6 @@ __all__ = [
     "MIN_REPORTS",
     "PERSISTENCE",
     "RESOLUTION_S",
-    "THRESHOLD",
     "Readings",
     "Straggler",
     "find_stragglers",
@@ -99,47 +98,34 @@ class Straggler:
         )
 
 
-def find_stragglers(
-    window: Window,
-    *,
-    threshold: float = THRESHOLD,
-    persistence: int = PERSISTENCE,
-    readings: Readings | None = None,
-) -> tuple[Straggler, ...]:
+def find_stragglers(window: Window, *, readings: Readings | None = None) -> tuple[Straggler, ...]:
     """Find the ranks that are slow now, in order of rank; if a rank has several causes, the costliest is given.
 
-    Compute: its last `persistence` reports are all slow, that is above `threshold` times the reference and, so that a
-    slowdown of the whole job does not count, above `threshold` times the fastest rank at that step: see `Readings`.
+    Compute: its last `PERSISTENCE` reports are all slow, that is above `THRESHOLD` times the reference and, so that a
+    slowdown of the whole job does not count, above `THRESHOLD` times the fastest rank at that step: see `Readings`.
     Link: its rate is below half of the others' median, and a usual link would save enough of its step; this can be
     detected before there are enough compute times.
     Silence: it sent nothing for many steps while the others did.
 
     Args:
         window: Recent reports of all ranks. `input_share` and `starved_share` are ratios of sums over its reports.
-        threshold: Multiple of the reference, above 1.
-        persistence: Most recent consecutive reports that must be slow, at least 1.
-        readings: Those of the window, made with `threshold`, if the caller has them.
+        readings: Those of the window, if the caller has them.
 
     Raises:
-        ValueError: A threshold is out of range, or a rank has different numbers of steps and times.
+        ValueError: A rank has different numbers of steps and times.
     """
-    if not threshold > 1.0:
-        raise ValueError(f"threshold is {threshold}; expected a number above 1")
-    if persistence < 1:
-        raise ValueError(f"persistence is {persistence}; expected at least 1")
-    if readings is None:
-        readings = Readings.of(window) if threshold == THRESHOLD else Readings(window, threshold=threshold)
+    readings = readings or Readings.of(window)
     if math.isnan(readings.typical_s):
         return ()
     table = window.table
     runs = readings.run_lengths()
     ratios = link_ratios(table.link_bytes_per_s)
-    suspects = (runs >= persistence) | (ratios < LINK_RATIO) | (table.silent_s > _SILENT_S)
+    suspects = (runs >= PERSISTENCE) | (ratios < LINK_RATIO) | (table.silent_s > _SILENT_S)
     found = []
     excess: _Excess | None = None
     for rank in np.flatnonzero(suspects).tolist():
         compute = None
-        if runs[rank] >= persistence:
+        if runs[rank] >= PERSISTENCE:
             excess = excess or _Excess(window, readings)
             compute = excess.describe(rank)
         link, saved_s = _slow_link(window, readings, rank, float(ratios[rank]))

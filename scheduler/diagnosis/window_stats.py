@@ -37,9 +37,9 @@ RECENT = 32
 """Reports per rank in its median: more than a straggler's rotation of a few steps, fewer than a training phase."""
 
 
-def slow_limit_s(usual_s: float, threshold: float = THRESHOLD) -> float:
+def slow_limit_s(usual_s: float) -> float:
     """Seconds above which a batch is slow, for a usual time of `usual_s`; NaN if that is NaN."""
-    return max(threshold * usual_s, usual_s + RESOLUTION_S)
+    return max(THRESHOLD * usual_s, usual_s + RESOLUTION_S)
 
 
 @overload
@@ -71,13 +71,12 @@ class Readings:
         ValueError: A rank has different numbers of steps and times.
     """
 
-    def __init__(self, window: Window, *, threshold: float = THRESHOLD) -> None:
+    def __init__(self, window: Window) -> None:
         self._times, self._steps, self.counts = _usable(window.table)
         self.reports = _Reports(self._times, self._steps, self.counts)
         self._width = self._times.shape[1]
-        self._threshold = threshold
         self.reference_s = self._reference()
-        self._limit_s = slow_limit_s(self.reference_s, threshold)
+        self._limit_s = slow_limit_s(self.reference_s)
         self._slow: _Flags | None = None
         self._runs: _Ints | None = None
 
@@ -137,8 +136,8 @@ class Readings:
                 # The minimum over some ranks is an upper bound of that over all: a report above it needs no others.
                 some = slice(None, None, max(1, len(over) // _SOME))
                 most_s = _in_force(self._steps[some], self._times[some], self.counts[some], steps, 0.0).min(axis=0)
-                if not (times > self._threshold * most_s[which]).all():
-                    over[rank, column] = times > self._threshold * self._floors_s(steps)[which]
+                if not (times > THRESHOLD * most_s[which]).all():
+                    over[rank, column] = times > THRESHOLD * self._floors_s(steps)[which]
             self._slow = over
         return self._slow
 

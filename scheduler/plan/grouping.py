@@ -35,6 +35,9 @@ densenet iteration and 45 % of an alexnet one; uncontended compute times vary by
 _TARGET = 1.2
 """Run time relative to the undisturbed one at which no further group is needed: the paper's result."""
 
+_MAX_STALENESS = 16.0
+"""Largest expected staleness of a group, in updates; the default bound of a plan."""
+
 _CEILING_SHARE = 0.95
 """Fraction of the attainable throughput at which no further group is needed; one would only add staleness."""
 
@@ -125,31 +128,27 @@ def _cut(order: Sequence[int], starts: Sequence[npt.NDArray[np.int64]]) -> Group
     return tuple(sorted(groups))
 
 
-def progressive_groups(times_s: Sequence[float], *, target: float = _TARGET, max_staleness: float = 16.0) -> Groups:
+def progressive_groups(times_s: Sequence[float]) -> Groups:
     """Form as few groups by speed as needed: progressive grouping of HiPC 2018, decided from the times.
 
-    The number of groups grows while the run time exceeds `target` times the undisturbed one, more than the last few
-    percent of the attainable throughput are missing, and no group's expected staleness exceeds `max_staleness`.
+    The number of groups grows while the run time exceeds `_TARGET` times the undisturbed one, more than the last few
+    percent of the attainable throughput are missing, and no group's expected staleness exceeds `_MAX_STALENESS`.
 
     Args:
         times_s: Step time of every rank, seconds.
-        target: Run time relative to the undisturbed one that is good enough, at least 1.
-        max_staleness: Largest expected staleness of a group, in updates.
 
     Raises:
-        ValueError: An argument is out of range.
+        ValueError: A time is not a positive number.
     """
     _check_times(times_s)
-    if not target >= 1.0:
-        raise ValueError(f"target is {target}; expected at least 1")
     ceiling = sum(1.0 / time_s for time_s in times_s)
     candidates: list[tuple[float, Groups]] = []
     for groups in _speed_groups(times_s):
-        if candidates and max(expected_staleness(times_s, groups)) > max_staleness:
+        if candidates and max(expected_staleness(times_s, groups)) > _MAX_STALENESS:
             break
         rate = throughput(times_s, groups)
         candidates.append((rate, groups))
-        if run_time_ratio(times_s, groups) <= target or rate >= _CEILING_SHARE * ceiling:
+        if run_time_ratio(times_s, groups) <= _TARGET or rate >= _CEILING_SHARE * ceiling:
             break
     # If staleness stopped the growth, the best allowed throughput is the reference.
     enough = _CEILING_SHARE * candidates[-1][0]

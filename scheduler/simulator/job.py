@@ -63,7 +63,6 @@ class Outcome:
         reach: Probability that the target accuracy is reached at all, given noise and drift.
         updates: Updates made.
         step_s: Mean time between updates.
-        efficiency: Mean progress of an update, in synchronous steps.
         drift: Mean drift of updates.
         switches: Switches of plans as (time in seconds, label, reason).
     """
@@ -73,7 +72,6 @@ class Outcome:
     reach: float
     updates: float
     step_s: float
-    efficiency: float
     drift: float
     switches: tuple[tuple[float, str, str], ...] = ()
 
@@ -341,7 +339,6 @@ def _outcome(state: State, row: int, label: str, switches: tuple[tuple[float, st
         reach=float(account.reach[row]),
         updates=updates,
         step_s=float(state.now_s[row]) / updates,
-        efficiency=float(account.gain[row]) / updates,
         drift=float(account.drift[row]) / updates,
         switches=switches,
     )

@@ -37,7 +37,6 @@ class Rounds(StepMode):
         plans: One plan of mode `sync` or `partial` per replica.
 
     Attributes:
-        closed_s: When the last step was closed, before its communication.
         left_out: Ranks whose gradients are not in the last step.
     """
 
@@ -49,7 +48,6 @@ class Rounds(StepMode):
         self.usual = np.full(shape, math.nan)
         self.offsets = np.full((shape[0], _OFFSETS), math.inf)
         self.offset_count = np.zeros(shape[0], dtype=np.int64)
-        self.closed_s = state.now_s.copy()
         self.left_out = np.zeros(shape, dtype=np.bool_)
         self.late = np.full(shape, -1, dtype=np.int64)  # Staleness of a gradient to fold into this step.
         state.step = np.maximum(state.step, state.batch_step.max(axis=1))
@@ -96,7 +94,7 @@ class Rounds(StepMode):
             close_s, arrived = self._close(fresh)
         if self.steals.any():
             close_s = self._taken_over(close_s, arrived)
-        self.closed_s, self.left_out = close_s, ~arrived
+        self.left_out = ~arrived
         machines.advance_to(close_s)
         end_s = machines.thawed(close_s)
         end_s = end_s + machines.ring_s() + machines.helper_delay_s(~arrived)

@@ -195,7 +195,6 @@ class TensorServer:
         push: Callable[[list[bytes]], bytes | None] | None = None,
         poll_ms: int = _POLL_MS,
     ) -> None:
-        self.served = 0
         self.malformed = 0
         self._router = router
         self._snapshot = snapshot
@@ -258,7 +257,6 @@ class TensorServer:
         else:
             for part in parts:
                 self._send(peer, number, *part)
-        self.served += 1
 
     def send_due(self) -> int:
         """Send the parts of paced replies that are due. Return the milliseconds to poll, until the next one is due."""

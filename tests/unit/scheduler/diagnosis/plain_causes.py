@@ -17,19 +17,13 @@ __all__ = ["Readings", "find_stragglers", "link_ratio"]
 _SILENT_S, _OWN_STEPS, _CAUSE_SHARE = 1.0, 3, 0.5
 
 
-def find_stragglers(
-    window: Window,
-    *,
-    threshold: float = THRESHOLD,
-    persistence: int = PERSISTENCE,
-    readings: Readings | None = None,
-) -> tuple[Straggler, ...]:
+def find_stragglers(window: Window, *, readings: Readings | None = None) -> tuple[Straggler, ...]:
     """As `scheduler.diagnosis.stragglers.find_stragglers`."""
-    readings = Readings(window, threshold=threshold) if readings is None else readings
+    readings = Readings(window) if readings is None else readings
     found = []
     for rank in range(window.world_size):
         run = readings.slow_run(rank)
-        compute = _describe(window, readings, rank, run) if len(run) >= persistence else None
+        compute = _describe(window, readings, rank, run) if len(run) >= PERSISTENCE else None
         link, saved_s = _slow_link(window, readings, rank)
         if link is not None and compute is not None:
             link = None if (compute.slowdown - 1.0) * readings.reference_s > saved_s else link
@@ -109,10 +103,9 @@ def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
 class Readings:
     """As `scheduler.diagnosis.window_stats.Readings`."""
 
-    def __init__(self, window: Window, *, threshold: float = THRESHOLD) -> None:
+    def __init__(self, window: Window) -> None:
         self.reports = [_usable(stats) for stats in window.ranks]
         self.reference_s = self._reference()
-        self._threshold = threshold
         self._steps = [[step for step, _ in reports] for reports in self.reports]
         self._floors: dict[int, float] = {}
 
@@ -120,7 +113,7 @@ class Readings:
         """Whether a report exceeds the reference, and the fastest rank of its step, by the threshold."""
         if math.isnan(self.reference_s) or time_s <= self.reference_s + RESOLUTION_S:
             return False
-        return time_s > self._threshold * max(self.reference_s, self._floor_s(step))
+        return time_s > THRESHOLD * max(self.reference_s, self._floor_s(step))
 
     def any_slow(self, after: int) -> bool:
         """Whether any report of a step later than `after` is slow."""

@@ -64,7 +64,6 @@ def test_needs_consecutive_slow_reports_up_to_the_latest() -> None:
     rows = [[1.0] * 20 for _ in range(4)]
     rows[1][18:] = [4.0] * 2
     assert find_stragglers(window(rows)) == ()
-    assert names(find_stragglers(window(rows), persistence=2)) == [1]
     rows[1][17] = 4.0
     assert names(find_stragglers(window(rows))) == [1]
     rows[1].append(1.0)
@@ -148,10 +147,6 @@ def test_times_that_are_no_times_are_left_out() -> None:
 
 
 def test_bad_input_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"threshold is 1\.0; expected a number above 1"):
-        find_stragglers(window([[1.0]]), threshold=1.0)
-    with pytest.raises(ValueError, match="persistence is 0; expected at least 1"):
-        find_stragglers(window([[1.0]]), persistence=0)
     with pytest.raises(ValueError, match="2 steps and 1 times"):
         find_stragglers(Window(step=1, ranks=(RankStats(rank=0, compute_s=(1.0,), steps=(0, 1)),)))
     with pytest.raises(ValueError, match="no values"):

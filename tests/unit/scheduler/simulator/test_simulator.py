@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import statistics
 from dataclasses import replace
 
 import numpy as np
@@ -64,7 +63,7 @@ def scenario(n: int, *, slow: dict[int, float] | None = None, jitter: float = 0.
 
 
 def closing_times_by_the_rule(sc: Scenario, quorum: int, steps: int) -> list[tuple[float, tuple[int, ...]]]:
-    """Closing times and ranks left out, event by event through `ClosingRule`, with the batches of `sc`."""
+    """Ends of steps and ranks left out, event by event through `ClosingRule`, with the batches of `sc`."""
     n = sc.world_size
     machines = Machines([sc])
     rule = ClosingRule(Plan.partial(n, quorum))
@@ -97,12 +96,13 @@ def closing_times_by_the_rule(sc: Scenario, quorum: int, steps: int) -> list[tup
             again = math.inf if at is None else at
             if order is not None or len(arrived) == n:
                 break
-        found.append((now, tuple(sorted(set(range(n)) - arrived))))
+        left_out = tuple(sorted(set(range(n)) - arrived))
         machines.advance_to(np.array([now]))
         opened = float((machines.thawed(np.array([now])) + machines.ring_s())[0])
         missing = np.zeros((1, n), dtype=bool)
-        missing[0, list(found[-1][1])] = True
+        missing[0, list(left_out)] = True
         opened += float(machines.helper_delay_s(missing)[0])
+        found.append((opened, left_out))
         fresh = np.array(sorted(arrived))
         machines.begin(fresh, np.full(len(fresh), opened), np.full(len(fresh), step + 1))
         for rank in arrived:
@@ -129,17 +129,17 @@ def test_rounds_close_when_the_closing_rule_does(
     plans = [Plan.partial(n, quorum), Plan.partial(n, max(1, quorum - 1)), Plan.partial(n, quorum)]
     state = job(sc, *plans)
     rounds = Rounds(state, plans)
-    for step, (close_s, missing) in enumerate(expected):
+    for step, (end_s, missing) in enumerate(expected):
         rounds.step()
         for row in (0, 2):
             left_out = tuple(np.flatnonzero(rounds.left_out[row]).tolist())
-            assert (rounds.closed_s[row], left_out) == (pytest.approx(close_s), missing), f"step {step}"
+            assert (state.now_s[row], left_out) == (pytest.approx(end_s), missing), f"step {step}"
 
 
 def test_equal_ranks_lose_no_step_to_jitter() -> None:
     sc = scenario(8, jitter=0.03)
     outcome = run_plans([sc], [Plan.partial(8, 6)])[0]
-    assert outcome.drift == 0.0 and outcome.efficiency == pytest.approx(1.0)
+    assert outcome.drift == 0.0 and outcome.updates == pytest.approx(sc.network.target_steps)
 
 
 # ---- servers --------------------------------------------------------------------------------------------------------
@@ -338,8 +338,8 @@ def test_any_switches_leave_a_job_that_goes_on(seed: int) -> None:
 def test_median_step_of_many_ranks() -> None:
     n = 256
     sc = scenario(n, slow={5: 4.0}, jitter=0.02)
-    outcome = run_plans([replace(sc, network=replace(sc.network, target_steps=40.0))], [Plan.partial(n, n - 1)])[0]
-    assert outcome.step_s < 1.5 and statistics.median([outcome.efficiency]) > 0.98
+    outcome = run_plans([replace(sc, network=replace(sc.network, target_steps=47.0))], [Plan.partial(n, n - 1)])[0]
+    assert outcome.step_s < 1.5 and outcome.updates <= 48
 
 
 @pytest.mark.parametrize("name", ["ps(1)", "ps(1,background)", "ssp(3)", "ssp(0)"])
