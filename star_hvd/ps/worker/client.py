@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from star_hvd.engine.records import Snapshot
-from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.errors import ChannelError
 from star_hvd.ps.common.auth import Endpoint, JobKey
 from star_hvd.ps.common.layout import Layout
 from star_hvd.ps.common.wire import Kind
@@ -21,9 +20,10 @@ _NONE_SMALL: Mapping[int, bytes] = {}
 
 
 class Client:
-    """Pushes gradients and gets parameters.
+    """Pushes gradients and gets parameters. It keeps their memory; the requests and all waits are `Line`'s.
 
-    Any thread may call the methods; only one at a time `push` and `wait`, as a worker has one push in flight.
+    Any thread may call the methods; only one at a time `give`, `push`, `wait` and `finish`, as a worker has one push in
+    flight.
 
     Args:
         rank: This worker.
@@ -82,15 +82,13 @@ class Client:
             flat: Its buffer in host memory; must stay unchanged until the answer arrives.
             small: As in `push`, for this bucket.
         """
-        with self._line.changed:
-            self._line.check()
-            if self._begun is None or self._begun.step != step:
-                missing = torch.empty(0, device="cpu")
-                self._begun = Push(step, {}, [missing] * len(self._layout.buckets), Exchange(self._layout, self._flats))
-            begun = self._begun
-            begun.flats[index] = flat
-            begun.small.update(small)
-        self._line.do("bucket", (begun, index))
+        self._line.check()
+        if self._begun is None or self._begun.step != step:
+            missing = torch.empty(0, device="cpu")
+            self._begun = Push(step, {}, [missing] * len(self._layout.buckets), Exchange(self._layout, self._flats))
+        self._begun.flats[index] = flat
+        self._begun.small.update(small)
+        self._line.do("bucket", (self._begun, index))
 
     def push(
         self,
@@ -124,31 +122,26 @@ class Client:
             ChannelError: The previous push has no answer yet, or the client is closed.
             ValueError: The number of buffers is wrong.
         """
-        with self._line.changed:
-            self._line.check()
-            before = self._line.push
-            if before is not None:
-                raise ChannelError(f"rank {self.rank} pushed step {step} before the answer to {before.step}; call wait")
-            if len(flats) != len(self._layout.buckets):
-                raise ValueError(f"a push has {len(flats)} buffers; expected {len(self._layout.buckets)}")
-            lent = self._borrow(flats, keep)
-            meta = {
-                "version": version,
-                "weight": float(weight),
-                "count": count,
-                "own_steps": own_steps,
-                "row": None if row is None else [float(number) for number in row],
-                "loss": None if loss is None else float(loss),
-            }
-            begun, self._begun = self._begun, None
-            if begun is not None and begun.step == step:
-                begun.meta, begun.flats = meta, lent
-                push = begun
-            else:
-                push = Push(step, meta, lent, Exchange(self._layout, self._flats))
-            push.small.update(small)
-            self._line.push = push
-        self._line.do("push", push)
+        self._line.check()
+        if (before := self._line.push) is not None:
+            raise ChannelError(f"rank {self.rank} pushed step {step} before the answer to {before.step}; call wait")
+        if len(flats) != len(self._layout.buckets):
+            raise ValueError(f"a push has {len(flats)} buffers; expected {len(self._layout.buckets)}")
+        lent = self._borrow(flats, keep)
+        meta = {
+            "version": version,
+            "weight": float(weight),
+            "count": count,
+            "own_steps": own_steps,
+            "row": None if row is None else [float(number) for number in row],
+            "loss": None if loss is None else float(loss),
+        }
+        push, self._begun = self._begun, None
+        if push is None or push.step != step:
+            push = Push(step, meta, lent, Exchange(self._layout, self._flats))
+        push.meta, push.flats = meta, lent
+        push.small.update(small)
+        self._line.send(push)
 
     def _borrow(self, flats: Sequence[torch.Tensor], keep: bool) -> list[torch.Tensor]:
         """Return the buffers themselves if they may be kept, otherwise copies in reused memory."""
@@ -178,28 +171,23 @@ class Client:
             DeadlineError: No answer within `deadline_s`; the push is still in flight.
             ChannelError: There was no push, the servers refused it, or the client was closed.
         """
-        line, limit_s = self._line, time.monotonic() + deadline_s
-        with line.changed:
-            if line.push is None:
-                raise ChannelError(f"rank {self.rank} waits for an answer without a push; call push first")
-            line.push.piecewise = not whole
-            while True:
-                line.check()
-                if not whole and line.push.exchange.promised:
-                    return line.push.exchange.reply()  # `finish` ends the push, even if all parameters are here.
-                if line.push.answered:
-                    reply, line.push = line.push.exchange.reply(), None
-                    if reply.kind == "error":
-                        raise ChannelError(f"the servers refused the push of rank {self.rank}: {reply.reason}")
-                    return reply
-                if self._woken:
-                    self._woken = False
-                    return Reply("interrupted")
-                if not line.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
-                    raise DeadlineError(
-                        f"rank {self.rank} waited {deadline_s:g} s for parameters; "
-                        f"{line.push.exchange.describe()} (is a server dead or a rank very late?)"
-                    )
+        push = self._line.in_flight()
+        push.piecewise = not whole
+
+        def reply() -> Reply | None:
+            if not whole and push.exchange.promised:
+                return push.exchange.reply()  # `finish` ends the push, even if all parameters are here.
+            if push.answered:
+                return self._line.take_answer(push)
+            if self._woken:
+                self._woken = False
+                return Reply("interrupted")
+            return None
+
+        found = self._line.wait(reply, push.exchange, deadline_s, "is a server dead or a rank very late?")
+        if found.kind == "error":
+            raise ChannelError(f"the servers refused the push of rank {self.rank}: {found.reason}")
+        return found
 
     def wait_bucket(self, index: int, deadline_s: float) -> None:
         """Wait until all parameters of a bucket are in its buffer; for use after `wait` with `whole=False`.
@@ -208,9 +196,8 @@ class Client:
             DeadlineError: They did not arrive within `deadline_s`.
             ChannelError: The client was closed.
         """
-        line = self._line
-        with line.changed:
-            self._await(lambda: line.push is None or line.push.exchange.has(index), deadline_s)
+        if (push := self._line.push) is not None:
+            self._line.wait(lambda: push.exchange.has(index), push.exchange, deadline_s)
 
     def finish(self, deadline_s: float) -> int:
         """Wait for all parameters and return their version; for use after `wait` with `whole=False`.
@@ -219,30 +206,14 @@ class Client:
             DeadlineError: They did not arrive within `deadline_s`.
             ChannelError: The client was closed, or there was no push.
         """
-        line = self._line
-        with line.changed:
-            push = line.push
-            if push is None:
-                raise ChannelError(f"rank {self.rank} waits for parameters without a push; call push first")
-            self._await(lambda: push.answered, deadline_s)
-            line.push = None
-            return push.exchange.version
-
-    def _await(self, done: Callable[[], bool], deadline_s: float) -> None:
-        line, limit_s = self._line, time.monotonic() + deadline_s
-        while not done():
-            line.check()
-            if not line.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
-                missing = line.push.exchange.describe() if line.push is not None else "nothing is missing"
-                raise DeadlineError(
-                    f"rank {self.rank} waited {deadline_s:g} s for parameters; {missing} (is a server dead?)"
-                )
+        push = self._line.in_flight()
+        self._line.wait(lambda: push.answered, push.exchange, deadline_s)
+        return self._line.take_answer(push).version
 
     def wake(self) -> None:
         """Interrupt the current or the next `wait`."""
-        with self._line.changed:
-            self._woken = True
-            self._line.changed.notify_all()
+        self._woken = True
+        self._line.notify()
 
     def pull(self, deadline_s: float, *, known: int | None = None, empty: bool = False) -> Reply:
         """Get the parameters of one version, as reply `params`.
@@ -257,9 +228,11 @@ class Client:
             ChannelError: The client was closed.
         """
         flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
-        exchange = self._read(Exchange(self._layout, flats, Kind.PULLED, known, empty), deadline_s)
+        exchange = Exchange(self._layout, flats, Kind.PULLED, known, empty)
+        self._line.read(exchange, deadline_s)
         if exchange.mixed and not empty:
-            exchange = self._read(Exchange(self._layout, flats, Kind.PULLED), deadline_s)
+            exchange = Exchange(self._layout, flats, Kind.PULLED)
+            self._line.read(exchange, deadline_s)
         return exchange.reply()
 
     def state(self, deadline_s: float) -> Snapshot:
@@ -270,26 +243,8 @@ class Client:
             ChannelError: The client was closed, or the state cannot be read.
         """
         exchange = StateExchange(self._layout)
-        self._read(exchange, deadline_s)
+        self._line.read(exchange, deadline_s)
         return exchange.snapshot()
-
-    def _read(self, exchange: Exchange, deadline_s: float) -> Exchange:
-        line, limit_s = self._line, time.monotonic() + deadline_s
-        with line.changed:
-            line.check()
-        line.do("read", exchange)
-        with line.changed:
-            try:
-                while not exchange.complete:
-                    line.check()
-                    if not line.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
-                        raise DeadlineError(
-                            f"rank {self.rank} waited {deadline_s:g} s for parameters; {exchange.describe()} "
-                            "(is a server dead?)"
-                        )
-            finally:
-                line.do("end of read", exchange)
-        return exchange
 
     def absent(self, inactive: bool) -> None:
         """Announce to the servers that this worker will not push for a while, or that it pushes again."""

@@ -1,4 +1,4 @@
-"""The thread and the sockets behind `Client`."""
+"""The thread and the sockets behind `Client`, what is requested of the servers, and the waits for their answers."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgpack
 import torch
@@ -18,17 +18,19 @@ import zmq
 
 from star_hvd.channel.link import Dealer
 from star_hvd.channel.reliable import TENSORS
-from star_hvd.errors import ChannelError
+from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.locks import ordered_condition
 from star_hvd.ps.common.auth import Endpoint, JobKey, connect
 from star_hvd.ps.common.identities import worker_identity
 from star_hvd.ps.common.layout import Chunk, Layout
 from star_hvd.ps.common.wire import Header, Kind, pack, parts, raw, read_meta, unpack
-from star_hvd.ps.worker.exchange import Exchange, StateExchange
+from star_hvd.ps.worker.exchange import Exchange, Reply, StateExchange
 
 __all__ = ["Line", "Push"]
 
 logger = logging.getLogger("star_hvd")
+
+T = TypeVar("T")
 
 _POLL_MS = 500
 _BATCH = 1024  # Messages taken from one socket before the others are served.
@@ -84,8 +86,8 @@ class Line:
 
     Attributes:
         changed: Guards `push`, `error` and `closed`; notified when an answer is complete or the connection failed.
-        push: The push that has no answer yet. The client sets it, and may do so while the thread, which takes no lock
-            for it, handles its answer: the thread looks once per use.
+        push: The push in flight. The client may take its answer while the thread, which takes no lock for it, still
+            handles this answer: the thread looks once per use.
         error: Why the connection failed, None while it works.
         closed: Whether it was closed.
         reads: Reads that are waited for, by the number of their latest request; only for the thread.
@@ -153,6 +155,62 @@ class Line:
             if not self.closed:
                 self._todo.append((what, argument))
                 self._wake()
+
+    def send(self, push: Push) -> None:
+        """Send a push, of which buckets may have been sent before; it is in flight until its client has the answer."""
+        with self.changed:
+            self.check()
+            self.push = push
+            self.do("push", push)
+
+    def in_flight(self) -> Push:
+        """Return the push in flight; a `ChannelError` if there is none."""
+        if (push := self.push) is None:
+            raise ChannelError(f"rank {self.rank} waits for parameters without a push; call push first")
+        return push
+
+    def take_answer(self, push: Push) -> Reply:
+        """Return the complete answer to the push in flight, which is over with that."""
+        self.push = None
+        return push.exchange.reply()
+
+    def read(self, exchange: Exchange, deadline_s: float) -> None:
+        """Request `exchange` and wait until it is complete; raises as `wait`."""
+        self.do("read", exchange)
+        try:
+            self.wait(lambda: exchange.complete, exchange, deadline_s)
+        finally:
+            self.do("end of read", exchange)
+
+    def wait(
+        self, found: Callable[[], T | None], exchange: Exchange, deadline_s: float, cause: str = "is a server dead?"
+    ) -> T:
+        """Wait until `found`, called under `changed`, returns something true, and return that.
+
+        Args:
+            found: The condition.
+            exchange: The answer it depends on.
+            deadline_s: Longest wait.
+            cause: The likely cause if that is exceeded.
+
+        Raises:
+            DeadlineError: It took longer.
+            ChannelError: The connection is closed or has failed.
+        """
+        limit_s = time.monotonic() + deadline_s
+        with self.changed:
+            while not (result := found()):
+                self.check()
+                if not self.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
+                    raise DeadlineError(
+                        f"rank {self.rank} waited {deadline_s:g} s for parameters; {exchange.describe()} ({cause})"
+                    )
+            return result
+
+    def notify(self) -> None:
+        """Have a `wait` in progress ask `found` again."""
+        with self.changed:
+            self.changed.notify_all()
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # The pipe is full: the thread will wake anyway.
@@ -327,8 +385,7 @@ class Line:
             self._note_heard()
         push = self.push
         if push is not None and push.exchange.complete and push.answered:
-            with self.changed:  # The last event may have been an acknowledgement, see `Push.answered`.
-                self.changed.notify_all()
+            self.notify()  # The last event may have been an acknowledgement, see `Push.answered`.
 
     def _take(self, header: Header, payload: Any) -> None:
         push = self.push
@@ -351,5 +408,4 @@ class Line:
         push = self.push  # None as soon as the client, which need not wait for this, has taken the answer.
         piecewise = push is not None and push.exchange is exchange and push.piecewise
         if exchange.complete or piecewise:
-            with self.changed:
-                self.changed.notify_all()
+            self.notify()
