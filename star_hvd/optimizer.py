@@ -103,17 +103,9 @@ def DistributedOptimizer(
         check_predivide(op)
     groups = _groups_of(num_groups, groups)
     check_numbers(backward_passes_per_step, groups, max_grad_norm)
-    settings = config or Config()
     exact = check_accuracy(env.accuracy() or accuracy) == "exact"
     overlaps = check_overlap(env.overlap(), overlap)
-    plan = parse_mode(
-        env.mode() or mode, int(mpi_ops.size()), damping=settings.damping, max_staleness=settings.max_staleness
-    )
-    if exact and plan is not None and plan.mode != "sync":
-        raise ValueError(
-            f"mode is {plan.label} with accuracy 'exact'; expected 'auto', 'sync', 'sync(balanced)' or 'sync(steal)', "
-            "or accuracy 'bounded'"
-        )
+    plan = _plan_of(mode, config or Config(), exact=exact)
     if op == mpi_ops.Adasum and mpi_ops.size() > 1:
         return _adasum(optimizer, named_parameters, compression, backward_passes_per_step, op, process_set)
     return _wrapped(
@@ -132,6 +124,19 @@ def DistributedOptimizer(
         exact=exact,
         overlap=overlaps,
     )
+
+
+def _plan_of(mode: str | Plan, config: Config, *, exact: bool) -> Plan | None:
+    """Return the plan of a mode, None for `auto`; an error if it is not exact and has to be."""
+    plan = parse_mode(
+        env.mode() or mode, int(mpi_ops.size()), damping=config.damping, max_staleness=config.max_staleness
+    )
+    if exact and plan is not None and plan.mode != "sync":
+        raise ValueError(
+            f"mode is {plan.label} with accuracy 'exact'; expected 'auto', 'sync', 'sync(balanced)' or 'sync(steal)', "
+            "or accuracy 'bounded'"
+        )
+    return plan
 
 
 def _groups_of(num_groups: int, groups: Any) -> Any:
