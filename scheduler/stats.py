@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 __all__ = ["duration", "listing", "lower_median"]
 
 
-def lower_median(values: Sequence[float]) -> float:
+def lower_median(values: Sequence[float] | npt.NDArray[np.float64]) -> float:
     """The ceil(k/2)-th smallest of k values, always one of them.
 
     Raises:
         ValueError: There are no values.
     """
-    if not values:
+    if not len(values):
         raise ValueError("lower_median got no values; expected at least one")
-    return sorted(values)[(len(values) - 1) // 2]
+    ordered = np.sort(values) if isinstance(values, np.ndarray) else sorted(values)
+    return float(ordered[(len(values) - 1) // 2])
 
 
 def duration(time_s: float) -> str:

@@ -95,7 +95,7 @@ class Conditions:
     def __post_init__(self) -> None:
         usual_s = np.asarray(self.times_s.mean(axis=0))
         object.__setattr__(self, "usual_s", usual_s)
-        object.__setattr__(self, "typical_s", float(np.sort(usual_s)[(len(usual_s) - 1) // 2]))
+        object.__setattr__(self, "typical_s", lower_median(usual_s))
         object.__setattr__(self, "prices", np.array([self.price.value, *self.price.quantiles(0.05, 0.95)]))
 
     @property
@@ -132,7 +132,7 @@ class Conditions:
             edge_part=window.edge_part,
             noise=_known(window.noise_scale, NOISE),
             beyond_s=_beyond_s(window, rate),
-            crowded=lower_median(window.table.starved_share.tolist()) > _CROWDED,
+            crowded=lower_median(window.table.starved_share) > _CROWDED,
             starved=np.minimum(0.99, window.table.starved_share),
             early=1.0 + (_EARLY - 1.0) * max(0.0, 1.0 - window.step / _EARLY_STEPS),
             price=price or StalenessPrice(prior_of(window.comm_bytes)),

@@ -18,6 +18,7 @@ from scheduler.cost import replay_few, replay_many
 from scheduler.diagnosis.window_stats import always_slow
 from scheduler.plan.plan import Plan
 from scheduler.rules.weights import damped, damping_scale, lr_factor
+from scheduler.stats import lower_median
 
 __all__ = ["Flow", "partial_flow", "server_flow"]
 
@@ -160,7 +161,7 @@ def _graced(times: Array, x: int, gap_s: float) -> Flow:
     A rank that is slow all the time is in none of them, and the grace does not wait for it.
     """
     usual = _median(times)
-    typical_s = float(np.sort(usual)[(len(usual) - 1) // 2])
+    typical_s = lower_median(usual)
     quorum_s = np.partition(times, x - 1, axis=1)[:, x - 1]
     limit_s = quorum_s + _GRACE * typical_s
     inside = times <= limit_s[:, None]
@@ -184,7 +185,7 @@ def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, scales
     """
     usual = _median(times)
     steps = 2 * len(times) if len(usual) <= _MANY else len(times) + 3
-    typical_s = float(np.sort(usual)[(len(usual) - 1) // 2])
+    typical_s = lower_median(usual)
     partials = replay_few.partials if len(usual) <= FEW else replay_many.partials
     found = partials(times, quorums, fixed_s, always_slow(usual, typical_s), _GRACE * typical_s, steps)
     return [_mean_flow(steps, *case) for case in zip(scales, found, strict=True)]

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.diagnosis.window_stats import THRESHOLD
+from scheduler.stats import lower_median
 
 __all__ = ["Forecast", "Forecaster", "LastValue", "RunningMean", "RunningMedian"]
 
@@ -124,7 +125,7 @@ class Forecaster:
         if not known.any():
             return
         logs = np.where(known, np.log(np.where(known, times, 1.0)), np.nan)
-        common = float(np.sort(logs[known])[(int(known.sum()) - 1) // 2])
+        common = lower_median(logs[known])
         y = logs - common
         self._learn(y, common, known)
         self._remember(y, common, known)

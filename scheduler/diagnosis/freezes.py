@@ -15,6 +15,7 @@ import numpy as np
 
 from scheduler.plan.plan import Plan
 from scheduler.records import Window
+from scheduler.stats import lower_median
 
 __all__ = ["Freezes"]
 
@@ -66,7 +67,7 @@ class Freezes:
         silences = window.table.silent_s
         long = np.flatnonzero(silences > limit_s).tolist()
         # If many ranks are silent at once, the cause is elsewhere.
-        usual_s = float(np.sort(silences)[(len(silences) - 1) // 2]) if long else 0.0
+        usual_s = lower_median(silences) if long else 0.0
         silent = {rank: float(silences[rank]) for rank in long if silences[rank] > 2.0 * usual_s}
         for rank, silent_s in silent.items():
             freezes = self._freezes.setdefault(rank, [])

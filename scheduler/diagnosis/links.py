@@ -14,6 +14,7 @@ import numpy.typing as npt
 from scheduler.diagnosis.window_stats import RESOLUTION_S
 from scheduler.plan.plan import Plan
 from scheduler.records import Window
+from scheduler.stats import lower_median
 
 __all__ = [
     "LINK_CALM",
@@ -67,7 +68,7 @@ def link_ratios(rates: Array) -> Array:
 
 def usual_rate(rates: Array) -> float:
     """The lower median of all ranks' rates."""
-    return float(np.sort(rates)[(len(rates) - 1) // 2])
+    return lower_median(rates)
 
 
 def slow_links(rates: Array) -> npt.NDArray[np.bool_]:
@@ -129,7 +130,7 @@ class LinkMemory:
 
     def _count(self, now: Array) -> None:
         """Update which links are slow, and how often each became slow."""
-        usual = float(np.sort(now)[(len(now) - 1) // 2])
+        usual = lower_median(now)
         begins = ~self._slow & (now > _SLOW * usual) & (usual > 0.0)  # 0: most rates are unknown.
         self._times += begins
         self._slow = (self._slow | begins) & (now > _NORMAL * usual)

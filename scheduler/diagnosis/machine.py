@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from scheduler.stats import lower_median
+
 __all__ = ["MachineStats", "machine_evidence", "throttled_shares"]
 
 _THROTTLED = 0.1  # Share of time below which throttling by a quota costs less than jitter.
@@ -84,13 +86,12 @@ def throttled_shares(machines: Sequence[MachineStats]) -> list[float]:
     """Share of the time each rank is throttled by its quota, less the lower median over all ranks, at least 0."""
     shares = np.array([machine.throttled_share for machine in machines], dtype=np.float64)
     shares[~np.isfinite(shares)] = 0.0
-    usual = np.sort(shares)[(len(shares) - 1) // 2]
-    return list(np.clip(shares - usual, 0.0, 1.0).tolist())
+    return list(np.clip(shares - lower_median(shares), 0.0, 1.0).tolist())
 
 
 def _median(values: Sequence[float]) -> float:
-    known = sorted(value for value in values if math.isfinite(value))
-    return known[(len(known) - 1) // 2] if known else math.nan
+    known = [value for value in values if math.isfinite(value)]
+    return lower_median(known) if known else math.nan
 
 
 def _percent(share: float) -> str:

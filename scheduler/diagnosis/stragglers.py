@@ -180,7 +180,7 @@ def _silence(window: Window, readings: Readings, rank: int) -> Straggler | None:
     limit_s = max(_SILENT_S, SILENT_STEPS * readings.reference_s, _OWN_STEPS * lower_median(own))
     if not silent_s > limit_s:
         return None
-    others = lower_median(np.delete(silences, rank).tolist())
+    others = lower_median(np.delete(silences, rank))
     if not silent_s > 2.0 * others:
         return None
     return Straggler(
@@ -205,7 +205,7 @@ class _Excess:
         self._total_s = readings.total_s()
         self._shares = {"input": window.table.input_share, "starved": window.table.starved_share}
         mean_s = self._total_s / np.maximum(readings.counts, 1)
-        self._usual_s = {cause: _lower_median(shares * mean_s) for cause, shares in self._shares.items()}
+        self._usual_s = {cause: lower_median(shares * mean_s) for cause, shares in self._shares.items()}
 
     def describe(self, rank: int) -> Straggler:
         """The `Straggler` of a rank in a slow run."""
@@ -226,10 +226,6 @@ class _Excess:
             f"{_percent(explained['input'])} is waiting for data, {_percent(explained['starved'])} for a CPU"
         )
         return Straggler(rank=rank, slowdown=slow / reference, since_step=run[0][0], cause=cause, evidence=evidence)
-
-
-def _lower_median(values: _Floats) -> float:
-    return float(np.sort(values)[(len(values) - 1) // 2])
 
 
 def _percent(part: float) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.records import RankTable, Window
+from scheduler.stats import lower_median
 
 __all__ = ["MIN_REPORTS", "RECENT", "RESOLUTION_S", "THRESHOLD", "Readings", "always_slow", "slow_limit_s"]
 
@@ -93,8 +94,8 @@ class Readings:
         """`reference_s` or, while that is NaN, the lower median of the latest reports; NaN if there are none."""
         if not math.isnan(self.reference_s):
             return self.reference_s
-        latest = np.sort(self._times[self.counts > 0, -1]) if self._width else np.zeros(0)
-        return float(latest[(len(latest) - 1) // 2]) if len(latest) else math.nan
+        latest = self._times[self.counts > 0, -1] if self._width else np.zeros(0)
+        return lower_median(latest) if len(latest) else math.nan
 
     @property
     def steps(self) -> _Ints:
@@ -203,7 +204,7 @@ class Readings:
             medians = np.partition(recent, middle, axis=1)[:, middle]
         else:
             medians = np.sort(recent, axis=1)[np.arange(len(recent)), (counts - 1) // 2]
-        return float(np.sort(medians)[(len(medians) - 1) // 2])
+        return lower_median(medians)
 
     def _floors_s(self, needed: _Ints) -> _Floats:
         """Shortest of the ranks' times in force at some steps, in seconds; 0 if a rank has none yet.

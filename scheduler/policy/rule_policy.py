@@ -290,7 +290,7 @@ class RulePolicy:
         """`rank 3 computes 4.0x slower since step 12`, or the same of several ranks."""
         slow = line.slow[scope]
         ranks = np.flatnonzero(slow.any(axis=0)).tolist()
-        factor = lower_median(line.times_s[scope][slow].tolist()) / readings.reference_s
+        factor = lower_median(line.times_s[scope][slow]) / readings.reference_s
         row = int(np.argmax(slow.any(axis=1)))
         since = int(line.steps[scope][row])
         if len(ranks) == 1:

@@ -26,6 +26,7 @@ import numpy as np
 from scheduler.plan.grouping import similar_groups
 from scheduler.plan.plan import Plan
 from scheduler.records import RankStats, Window
+from scheduler.stats import lower_median
 
 __all__ = ["StarHeuristic", "choose_dynamic", "choose_static", "predicted_times_s"]
 
@@ -137,7 +138,7 @@ def choose_static(times_s: Sequence[float], phi: float) -> tuple[int, float]:
 
 def choose_dynamic(times_s: Sequence[float], phi: float) -> tuple[tuple[tuple[int, ...], ...], float]:
     """(groups, cost) of the dynamic x-order; groups are merged while closer than 50 ms."""
-    middle = sorted(times_s)[(len(times_s) - 1) // 2]
+    middle = lower_median(times_s)
     groups = similar_groups(times_s, _GROUP_S / middle)
     rate = sum(1.0 / (_updates(phi, len(group)) * max(times_s[r] for r in group)) for group in groups)
     return groups, 1.0 / rate

@@ -37,6 +37,7 @@ import numpy.typing as npt
 from scheduler.rules.passes import PassTimes, earliest_end, pass_sizes, spread
 from scheduler.rules.runs import Span
 from scheduler.rules.step_layout import LONGEST, StepLayout
+from scheduler.stats import lower_median
 
 __all__ = ["TRANSFER_S", "Action", "Kind", "MicrobatchPool", "forecast_shares", "moves", "stolen_makespan"]
 
@@ -131,10 +132,10 @@ def moves(times_s: Array) -> bool:
 
 def _known(paces_s: Sequence[float]) -> list[float] | None:
     """The paces, with unknown ones replaced by the lower median of the known; None if none is known."""
-    known = sorted(pace_s for pace_s in paces_s if math.isfinite(pace_s) and pace_s > 0.0)
+    known = [pace_s for pace_s in paces_s if math.isfinite(pace_s) and pace_s > 0.0]
     if not known:
         return None
-    usual_s = known[(len(known) - 1) // 2]
+    usual_s = lower_median(known)
     return [pace_s if math.isfinite(pace_s) and pace_s > 0.0 else usual_s for pace_s in paces_s]
 
 

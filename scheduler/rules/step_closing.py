@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from scheduler.diagnosis.window_stats import always_slow
 from scheduler.records import Plan
 from scheduler.rules.grace import FRACTION, MADS, Grace, median
+from scheduler.stats import lower_median
 
 __all__ = ["Close", "ClosingRule"]
 
@@ -200,8 +201,8 @@ class ClosingRule:
     def typical_compute_s(self) -> float:
         """Lower median over the ranks of their usual compute time, 0 if none is known."""
         if self._typical_s is None:
-            usual = sorted(own for state in self._ranks if (own := state.usual_s()) is not None)
-            self._typical_s = usual[(len(usual) - 1) // 2] if usual else 0.0
+            usual = [own for state in self._ranks if (own := state.usual_s()) is not None]
+            self._typical_s = lower_median(usual) if usual else 0.0
         return self._typical_s
 
     def _is_slow(self, rank: int) -> bool:

@@ -302,7 +302,7 @@ class Job:
         for rank in range(self.scenario.world_size):
             count = int(state.reported[0, rank])
             slots = np.arange(max(0, count - 16), count) % HISTORY
-            usual.append(lower_median(state.history_s[0, rank, slots].tolist()) if count else math.nan)
+            usual.append(lower_median(state.history_s[0, rank, slots]) if count else math.nan)
         known = [time_s for time_s in usual if not math.isnan(time_s)]
         return [time_s if not math.isnan(time_s) else lower_median(known or [1.0]) for time_s in usual]
 

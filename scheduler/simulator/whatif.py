@@ -26,6 +26,7 @@ from scheduler.cost.staleness_price import StalenessPrice
 from scheduler.diagnosis.window_stats import THRESHOLD, always_slow
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
+from scheduler.stats import lower_median
 
 __all__ = ["InForce", "ModeCost", "RankGain", "WhatIf", "what_if"]
 
@@ -251,7 +252,7 @@ def _plans(times: Array, modes: Sequence[str], in_force: Sequence[Plan]) -> list
             plans[plan.label] = plan
     plans.update({plan.label: plan for plan in in_force})
     usual = times.mean(axis=0)
-    middle = float(np.sort(usual)[(n - 1) // 2])
+    middle = lower_median(usual)
     late = (times > THRESHOLD * np.median(times)).sum(axis=1)
     out = max(1, int(np.quantile(late, 0.9)))
     if n > 2 and out <= n // 2:

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.records import RankTable, StepReport, StepTimes
+from scheduler.stats import lower_median
 
 __all__ = ["Arrivals", "History", "Losses"]
 
@@ -130,7 +131,7 @@ class History:
         total_s = sums[:, _COMPUTE]
         waiting, queueing = (_share(sums[:, index], total_s) for index in (_INPUT, _RUNQUEUE))
         compute_s = self._values[:, _COMPUTE].copy()
-        if np.sort(queueing)[(len(queueing) - 1) // 2] > oversubscribed_share:
+        if lower_median(queueing) > oversubscribed_share:
             compute_s -= self._values[:, _RUNQUEUE]
         if scale is not None:
             compute_s *= scale(self._steps)

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from scheduler.stats import lower_median
 from scheduler.target import Target
 from star_hvd.run_log.story import BINS, RunStory
 
@@ -114,7 +115,7 @@ def _heat(figure: Any, axes: Any, story: RunStory) -> None:
 
     rows = [story.pace.get(rank, [math.nan] * BINS) for rank in range(story.world_size)]
     columns = [[s for s in column if s > 0.0] for column in zip(*rows, strict=True)]
-    usual = [sorted(column)[(len(column) - 1) // 2] if column else math.nan for column in columns]
+    usual = [lower_median(column) if column else math.nan for column in columns]
     ratios = [[value / one for value, one in zip(row, usual, strict=True)] for row in rows]
     if not any(ratio > 0.0 for row in ratios for ratio in row):
         return
