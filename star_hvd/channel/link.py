@@ -9,7 +9,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import zmq
@@ -24,6 +24,25 @@ logger = logging.getLogger("star_hvd")
 
 _MOST_PEERS = 1 << 14
 _FORGET_S = 30.0  # Time in which a forgotten peer may still receive what is queued.
+
+
+def _received(
+    socket: zmq.Socket[Any], most: int, take: Callable[[Frames], Frames | None], *, copy: bool
+) -> Generator[Frames | ChannelError, None, bool]:
+    """Yield what `take` makes of at most `most` messages, or its error. Return whether the socket is empty."""
+    for _ in range(most):
+        try:
+            frames = socket.recv_multipart(zmq.NOBLOCK, copy=copy)
+        except zmq.Again:
+            return True
+        try:
+            message = take(frames)
+        except ChannelError as error:
+            yield error
+            continue
+        if message is not None:
+            yield message
+    return False
 
 
 class Dealer:
@@ -86,19 +105,11 @@ class Dealer:
     def receive(self, most: int = 64) -> Iterator[Frames | ChannelError]:
         """Yield at most `most` received messages, with an error in place of an invalid one."""
         self._check_monitor()
-        for _ in range(most):
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
-            except zmq.Again:
-                break
-            try:
-                message = self.stream.receive(frames, time.monotonic())
-            except ChannelError as error:
-                yield error
-                continue
-            if message is not None:
-                yield message
+        yield from _received(self.socket, most, self._take, copy=self._copy)
         self.tick()
+
+    def _take(self, frames: Frames) -> Frames | None:
+        return self.stream.receive(frames, time.monotonic())
 
     def _check_monitor(self) -> None:
         while int(self._monitor.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
@@ -217,19 +228,7 @@ class Router:
     def receive(self, most: int = 64) -> Iterator[Frames | ChannelError]:
         """Yield at most `most` received messages, each after its identity, with an error in place of an invalid one."""
         self.drained = False
-        for _ in range(most):
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=self._copy)
-            except zmq.Again:
-                self.drained = True
-                break
-            try:
-                message = self._take(frames)
-            except ChannelError as error:
-                yield error
-                continue
-            if message is not None:
-                yield message
+        self.drained = yield from _received(self.socket, most, self._take, copy=self._copy)
         self.tick()
 
     def _take(self, frames: Frames) -> Frames | None:
