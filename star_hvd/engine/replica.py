@@ -155,7 +155,9 @@ class Replica:
         """Note that a step has ended whose result only its members can compute: the state has to be fetched.
 
         Args:
-            step: The step; None for the last one, which the helper may have queued or replayed on the shadow.
+            step: The step; None for the last one, which the helper may have queued or replayed on the shadow. If the
+                training thread has taken that over already, its parameters are those of no step until they are fetched,
+                before its next batch.
         """
         if step is not None and step < self.step:
             return
