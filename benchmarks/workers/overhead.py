@@ -36,11 +36,11 @@ FEEDS = ("fixed", "loader")
 
 @dataclass(slots=True, kw_only=True)
 class Side:
-    """One of the two optimizers with its own model."""
+    """One of the two optimizers with its own model; `plain`: plain Horovod's."""
 
     model: nn.Module
     optimizer: Any
-    plain: bool
+    plain: bool = False
 
     def step(self, x: torch.Tensor, y: torch.Tensor, work_s: float = 0.0) -> None:
         """Make one training step.
