@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,7 @@ def run_job(
 
     Raises:
         JobFailed: It ended with an error or missed a deadline. No process of the job is left running.
+        SystemExit: This process got SIGTERM meanwhile; the job is ended as well.
     """
     environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
     environment.setdefault("STAR_RUN_LOG", "0")  # A log sender per training would use the cores that are measured.
@@ -87,7 +90,8 @@ def run_job(
     )
     tail: collections.deque[str] = collections.deque(maxlen=KEPT_LOG_LINES)
     try:
-        problem = _follow(process, run_dir / "log.txt", tail, deadline_s, stall_s, on_progress)
+        with _ended_by_sigterm():
+            problem = _follow(process, run_dir / "log.txt", tail, deadline_s, stall_s, on_progress)
     finally:
         _end(process, run_dir)
     if problem is None and process.returncode != 0:
@@ -95,6 +99,19 @@ def run_job(
     if problem is not None:
         lines = "\n".join(f"    {line}" for line in tail) or "    (nothing)"
         raise JobFailed(f"{problem}; the last lines of {run_dir / 'log.txt'}:\n{lines}")
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Let SIGTERM raise SystemExit inside the block: by default it would end this process and leave the job running."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _follow(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.lab.launch import JobFailed, run_job
+from benchmarks.lab.launch import REPOSITORY, JobFailed, run_job
 from benchmarks.lab.measures import (
     summarize,
 )
@@ -278,6 +279,25 @@ class TestDriver:
         source = "import time\nwhile True: print('busy', flush=True); time.sleep(0.1)"
         with pytest.raises(JobFailed, match=r"(?s)did not end within 4 s.*busy"):
             _job(tmp_path, source, deadline_s=4.0)
+
+    @pytest.mark.slow
+    def test_a_driver_that_is_told_to_end_ends_its_job(self, tmp_path: Path) -> None:
+        source = (
+            "import sys; from pathlib import Path; from tests.tools import test_lab_machine as lab; "
+            "folder = Path(sys.argv[1]); lab._job(folder, lab._parent_of_a_detached_worker(folder))"
+        )
+        driver = subprocess.Popen([sys.executable, "-c", source, str(tmp_path)], cwd=REPOSITORY)
+        try:
+            until_s = time.monotonic() + 300.0
+            while not list(tmp_path.glob("*.pid")):
+                assert driver.poll() is None and time.monotonic() < until_s
+                time.sleep(0.05)
+            driver.terminate()
+            assert driver.wait(60.0) == 128 + signal.SIGTERM
+        finally:
+            driver.kill()
+        (worker,) = tmp_path.glob("*.pid")
+        assert not _runs(int(worker.stem))
 
     def test_a_process_id_used_again_is_left_alone(self, tmp_path: Path) -> None:
         stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(30)"])
