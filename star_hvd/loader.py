@@ -479,8 +479,9 @@ def _ranges(run: runtime.Runtime, stock: LeaseStock) -> Iterator[Span]:
 
 def _end_epoch(run: runtime.Runtime, loader: int, epoch: int) -> None:
     """Wait until all ranks have ended the epoch, then meet them, unless one has left its loop."""
-    with run.inactive("end of epoch"):
-        together = run.client.await_epoch_end(loader, epoch)
-    if together:  # Otherwise a rank left its loop: it is elsewhere, and the ranks meet at their next collective.
-        with run.meeting("the end of an epoch"):
-            pass
+
+    def together() -> bool:  # Else a rank left its loop: it is elsewhere, and the ranks meet at their next collective.
+        return run.client.await_epoch_end(loader, epoch)
+
+    with run.meeting("the end of an epoch", out_of_data=True, if_true=together):
+        pass

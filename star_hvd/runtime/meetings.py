@@ -69,10 +69,12 @@ class Meetings:
                 driver.timer.add_outside(time.monotonic() - began_s)
 
     @contextlib.contextmanager
-    def meeting(self, reason: str, deadline_s: float, *, out_of_data: bool) -> Iterator[None]:
+    def meeting(
+        self, reason: str, deadline_s: float, *, out_of_data: bool, if_true: Callable[[], bool] = lambda: True
+    ) -> Iterator[None]:
         """See `Runtime.meeting`."""
         with self.inactive(reason, out_of_data=out_of_data):
-            if not self._inactivity.nested and self._in_training_thread():
+            if if_true() and not self._inactivity.nested and self._in_training_thread():
                 self.meet(reason, deadline_s, out_of_data=out_of_data)
             yield
 

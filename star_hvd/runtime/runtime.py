@@ -323,16 +323,24 @@ class Runtime:
             yield
 
     @contextlib.contextmanager
-    def meeting(self, reason: str, *, out_of_data: bool = False) -> Iterator[None]:
+    def meeting(
+        self, reason: str, *, out_of_data: bool = False, if_true: Callable[[], bool] = lambda: True
+    ) -> Iterator[None]:
         """Meet all ranks, inactive: inside the block all replicas are equal, at the furthest step.
 
         Collective. Ranks in the middle of a step take part and keep their state. Inside another inactive block, and in
         threads that do not train, it is the same as `inactive`.
 
+        Args:
+            reason: For the log.
+            out_of_data: As for `inactive`.
+            if_true: Called first, inactive; the ranks meet only if it returns True, which it does on all ranks or none.
+
         Raises:
             DeadlineError: Not all ranks came, or they did not reach one step, within `step_deadline_s`.
         """
-        with self._meetings.meeting(reason, self.config.step_deadline_s, out_of_data=out_of_data):
+        deadline_s = self.config.step_deadline_s
+        with self._meetings.meeting(reason, deadline_s, out_of_data=out_of_data, if_true=if_true):
             yield
 
     # ---- steps of micro-batches ---------------------------------------------------------------------------------
