@@ -125,6 +125,7 @@ class World:
             batch_delivered=lambda loader, index: client.batch_sizes(loader).delivered(index),
             note_batch=lambda weight, input_s: self.weights.append(weight),
             inactive=lambda reason: contextlib.nullcontext(),
+            meeting=lambda reason, *, out_of_data, if_true: contextlib.nullcontext(if_true()),
         )
 
     def handle(self, rank: int, message: Message) -> None:

@@ -48,13 +48,21 @@ class _ThreadProcess:
 
     def __init__(self, pipe: Pipe) -> None:
         self._descriptor = pipe.fileno()
+        self._made = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(pipe,), daemon=True)
         self._thread.start()
 
     def _run(self, pipe: Pipe) -> None:
         config = pipe.wait(DEADLINE_S)
-        self.server = Server(pipe, config)
-        self.returncode = serve(self.server, pipe)
+        self._server = Server(pipe, config)
+        self._made.set()
+        self.returncode = serve(self._server, pipe)
+
+    @property
+    def server(self) -> Server:
+        """The server, once its thread has made it."""
+        assert self._made.wait(DEADLINE_S)
+        return self._server
 
     def poll(self) -> int | None:
         return None if self._thread.is_alive() else self.returncode

@@ -276,7 +276,7 @@ def test_a_moved_server_is_told_of_in_its_own_session_only() -> None:
     keys = [(0, 3), (0, 7), (1, 3)]
 
     def known() -> dict[tuple[int, int], Endpoint]:
-        return {key: job.endpoints[1] for key, job in process.processes[-1].server.jobs.items()}
+        return {key: job.endpoints[1] for key, job in list(process.processes[-1].server.jobs.items())}
 
     try:
         for optimizer_id, session in keys:
