@@ -14,13 +14,12 @@ from dataclasses import astuple, dataclass
 
 import torch
 
+from star_hvd.engine.collective import HorovodCollective
 from star_hvd.errors import DeadlineError
 
 __all__ = ["Position", "gather_positions", "settled", "unsettled_text"]
 
-_POLL_S = 0.0001
-_LONG_POLL_S = 0.001
-_LONG_AFTER_S = 0.005
+_CHECK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +94,15 @@ def gather_positions(
     from horovod.torch import mpi_ops
 
     rows = torch.tensor([astuple(position) for position in own], dtype=torch.int64, device="cpu").reshape(-1, 8)
+    collective, limit_s = HorovodCollective(), time.monotonic() + deadline_s
     handle = mpi_ops.allgather_async(rows, name="star.meeting")
-    # Horovod's own wait would spin, next to ranks that still train.
-    began_s = time.monotonic()
-    while not mpi_ops.poll(handle):
-        waited_s = time.monotonic() - began_s
+    collective.hurry()
+    while not collective.wait(handle, _CHECK_S):  # Horovod's own wait has no deadline.
         check()
-        if waited_s > deadline_s:
+        if time.monotonic() > limit_s:
             raise DeadlineError(
                 f"not all ranks came to {what} within {deadline_s:g} s; Horovod's stall warnings and the log of rank 0 "
                 "name those that are missing"
             )
-        time.sleep(_LONG_POLL_S if waited_s > _LONG_AFTER_S else _POLL_S)
     found = mpi_ops.synchronize(handle).tolist()
     return [Position(*row[:4], *(bool(value) for value in row[4:7]), *row[7:]) for row in found]

@@ -1,0 +1,49 @@
+"""Meetings of all ranks: when a rank is inactive, and under which condition they meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from star_hvd.channel.messages.base import Away
+from star_hvd.engine.meeting import Position
+from star_hvd.runtime import meetings
+from star_hvd.runtime.meetings import Meetings
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_ranks_meet_under_a_condition_and_are_inactive_once(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of an epoch the condition is a wait for all ranks, in which this one must not be waited for."""
+    sent, met = list[Any](), list[str]()
+
+    def gathered(own: list[Position], check: Any, deadline_s: float, what: str) -> list[Position]:
+        met.append(what)
+        return own
+
+    class Driver:
+        dropped = False
+
+        class timer:
+            @staticmethod
+            def add_outside(time_s: float) -> None:
+                """The meeting is not the program's own work."""
+
+        def position(self) -> Position:
+            return Position(0, 0, 3, 3, whole=True, out_of_common_steps=False, mid_step=False)
+
+        def finish_step(self) -> None: ...
+        def set_inactive(self, inactive: bool) -> None: ...
+        def confirm_inactive(self) -> None: ...
+
+    drivers: Any = {0: Driver()}
+    made = Meetings(drivers, sent.append, lambda: None)
+    monkeypatch.setattr(meetings, "gather_positions", gathered)
+
+    def condition() -> bool:
+        assert [message.away for message in sent] == [True] and not met
+        return together
+
+    with made.meeting("the end", 1.0, out_of_data=True, if_true=condition):
+        assert met == ["the end"] * together
+    assert [(type(message), message.away) for message in sent] == [(Away, True), (Away, False)]
