@@ -12,7 +12,7 @@ TORCH_INDEX_URL ?=
 EXTRAS ?= dev,train,bench
 PYTEST_ARGS ?=
 # Files of tests that run side by side; none of them depends on how fast it gets on.
-TEST_JOBS ?= 3
+TEST_JOBS ?= 2
 # Unit tests that run side by side in `test-quick`, where no job of several processes competes: one per core.
 QUICK_JOBS ?= auto
 SEEDS ?= 20
