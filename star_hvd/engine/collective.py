@@ -135,19 +135,18 @@ def wait_all(
         collective.finish(handle)
 
 
-def spare_cores(on: bool, idle_cycle_ms: float = _IDLE_CYCLE_MS) -> None:
+def spare_cores(on: bool) -> None:
     """Leave cores that ranks share to those who compute: Horovod's threads sleep while they have nothing to do.
 
     Args:
         on: Whether blocking collectives sleep instead of asking again and again (with Horovod's patch 0017), and
             Horovod negotiates less often while a rank has nothing submitted (0016); False for Horovod's own ways.
-        idle_cycle_ms: Longest time between such negotiations.
     """
     from horovod.torch import mpi_ops
 
     set_idle_cycle_ms = getattr(mpi_ops.mpi_lib, "horovod_torch_set_idle_cycle_ms", None)
     if set_idle_cycle_ms is not None:
-        set_idle_cycle_ms(idle_cycle_ms if on else 0.0)
+        set_idle_cycle_ms(_IDLE_CYCLE_MS if on else 0.0)
     set_waits_sleep = getattr(mpi_ops.mpi_lib, "horovod_torch_set_waits_sleep", None)
     if set_waits_sleep is not None:
         set_waits_sleep(on)

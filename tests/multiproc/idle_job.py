@@ -36,7 +36,8 @@ def main() -> None:
     of_star_hvd = wakes_while_idle()
     spare_cores(False)
     usual = wakes_while_idle()
-    spare_cores(True, idle_cycle_ms=LONG_MS)
+    if patched:
+        mpi_ops.mpi_lib.horovod_torch_set_idle_cycle_ms(LONG_MS)
     asleep = wakes_while_idle()
     began_s = time.monotonic()
     for number in range(REDUCTIONS):
