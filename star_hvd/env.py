@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 
 __all__ = ["accuracy", "check_locks", "encryption", "hierarchical", "host", "interface", "least_quorum", "mode",
-           "overlap", "policy", "relaxed_cuda", "tags", "target"]
+           "overlap", "policy", "tags", "target"]
 
 
 def mode() -> str | None:
@@ -48,11 +48,6 @@ def policy() -> str | None:
 def encryption() -> str | None:
     """`STAR_ENCRYPTION`: `all` or `network`, instead of `Config.encryption`. Default: unset."""
     return os.environ.get("STAR_ENCRYPTION") or None
-
-
-def relaxed_cuda() -> bool:
-    """`STAR_RELAXED_CUDA`: 1 enables modes other than `sync` with parameters on CUDA devices. Default: disabled."""
-    return os.environ.get("STAR_RELAXED_CUDA") == "1"
 
 
 def check_locks() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from typing import Any, Protocol
 
@@ -167,6 +168,10 @@ def place_of(kind: str, local_rank: int) -> torch.device:
     check_device(kind)
     if kind == "cpu":
         return torch.device("cpu")
-    place = torch.device("cuda", local_rank % torch.cuda.device_count())
+    devices = torch.cuda.device_count()
+    if int(os.environ.get("HOROVOD_LOCAL_SIZE", "1")) > devices:
+        # NCCL refuses two ranks on one device of one host, so each rank counts as a host of its own.
+        os.environ.setdefault("NCCL_HOSTID", f"rank{local_rank}")
+    place = torch.device("cuda", local_rank % devices)
     torch.cuda.set_device(place)
     return place

@@ -17,7 +17,7 @@ import torch
 
 from star_hvd.engine.bucket_sizes import partition
 
-__all__ = ["Bucket", "Wire", "in_format_of", "memory_format_of", "pack"]
+__all__ = ["Bucket", "Wire", "in_format_of", "memory_format_of", "pack", "set_weight"]
 
 Key = tuple[torch.dtype, torch.device]
 
@@ -112,6 +112,14 @@ class Bucket:
         elif param.grad.data_ptr() != view.data_ptr() or param.grad.stride() != view.stride():
             view.copy_(param.grad)
         param.grad = view
+
+
+def set_weight(flat: torch.Tensor, weight: float) -> None:
+    """Write the weight behind a buffer's gradients.
+
+    `flat[-1] = weight` would copy a number from the host, which waits until the device has done all that was queued.
+    """
+    flat[-1:].fill_(weight)
 
 
 def _views(flat: torch.Tensor, params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from scheduler.records import Plan
-from star_hvd.engine.buckets import Bucket
+from star_hvd.engine.buckets import Bucket, set_weight
 from star_hvd.engine.device import AVERAGED, DONE, PARAMS, Fence
 from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
@@ -142,7 +142,7 @@ class LocalSteps:
 
     def _weighted(self, bucket: Bucket, weight: float) -> torch.Tensor:
         flat = bucket.flat
-        flat[-1] = weight
+        set_weight(flat, weight)
         if weight != 1.0:
             flat[:-1].mul_(weight)
         return flat
@@ -297,7 +297,7 @@ class LocalSteps:
                     copy.fence.order(*copy.params)
                     part.add_(result.means[bucket.index]).sub_(copy.params[bucket.index])
             part.mul_(self._weight)
-            part[-1] = self._weight
+            set_weight(part, self._weight)
         return part
 
     def _unused(self) -> tuple[Result, list[torch.Tensor], _Copy] | None:

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from scheduler.records import Plan
-from star_hvd.engine.buckets import Bucket
+from star_hvd.engine.buckets import Bucket, set_weight
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
@@ -233,7 +233,7 @@ class ServerSteps:
         weight = self._engine.own.weight
         if weight != 1.0:
             bucket.flat[:-1].mul_(weight)
-        bucket.flat[-1] = weight
+        set_weight(bucket.flat, weight)
         self._engine.fold_late(bucket, bucket.flat)
         if self._compressed is None:
             return {}

@@ -17,7 +17,7 @@ from typing import Any
 from scheduler.records import Plan
 from star_hvd.channel.late_push import ParentLink
 from star_hvd.channel.late_sender import LateSender, Sum
-from star_hvd.engine.buckets import Bucket
+from star_hvd.engine.buckets import Bucket, set_weight
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.state_source import StateSource, StateSources
 from star_hvd.engine.step_engine import StepEngine
@@ -121,7 +121,7 @@ class ChildSteps:
         for bucket in engine.applier.buckets:
             if weight != 1.0:
                 bucket.flat[:-1].mul_(weight)
-            bucket.flat[-1] = weight
+            set_weight(bucket.flat, weight)
             engine.fold_late(bucket, bucket.flat)
         flats = [bucket.flat for bucket in engine.applier.buckets]
         if self.over:

@@ -12,7 +12,6 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 
 from scheduler.records import Plan
-from star_hvd import env
 from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier, replayable
@@ -61,12 +60,7 @@ def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -
         return f"parameters are on {sorted(kinds)}; relaxed modes support CPU and CUDA only, so this trains in sync"
     if any(isinstance(value, torch.Tensor) and value.is_cuda for group in groups for value in group.values()):
         return "a hyperparameter is a CUDA tensor, which other ranks cannot get in time; training in sync"
-    if env.relaxed_cuda():
-        return None
-    return (
-        "relaxed modes on CUDA parameters are disabled until tests/gpu have passed on a device; this trains in sync; "
-        "set STAR_RELAXED_CUDA=1 to enable them"
-    )
+    return None
 
 
 class BucketCore:

@@ -1,4 +1,4 @@
-"""What every rank of a GPU test runs in `sync` and its kinds, which need no leave on a device: `job.py` has the others.
+"""What every rank of a GPU test runs in `sync` and its kinds, on a device: `job.py` has the other modes.
 
 horovodrun -np 4 python -m tests.gpu.exact steal out_of_memory 'lossy:low rank' ...
 """

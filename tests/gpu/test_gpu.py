@@ -1,7 +1,6 @@
 """All modes on a real device. Skipped, with the reason, where there is none; see `job.py` for what the ranks run.
 
-Several ranks share a GPU: under NCCL each counts as a host of its own. `STAR_RELAXED_CUDA=1` allows relaxed modes here;
-once this folder is green on a device, the refusal in `star_hvd.wrapper.bucket_core.lockstep_only` can go.
+Several ranks share a GPU: under NCCL each counts as a host of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ POISON = tuple(
         ("local(4)", "background"),
         ("subgroup(0,1,2)", "background"),
         ("ps(4)", "background"),
+        ("auto", "sgd"),
     )
 )
 SWITCHING = ("switching:1", "switching:2", "switching:3")
@@ -47,7 +47,7 @@ EXACT = (
 )
 EQUAL = ("equal:sgd", "equal:adamw", "equal:fused", "equal:capturable")
 FETCHED = ("fetched:plain", "fetched:fused", "fetched:capturable")
-OTHER = ("default_device:sync", "default_device:partial(3)", "refused:partial(3)", "refused:ps(2)")
+OTHER = ("default_device:sync", "default_device:partial(3)", "no_wait:none", "no_wait:zeros")
 
 
 def missing() -> str | None:
@@ -73,7 +73,7 @@ pytestmark = [
 
 @functools.cache
 def _job(names: tuple[str, ...]) -> JobResult:
-    env = {"STAR_RELAXED_CUDA": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    env = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
     program = "tests.gpu.exact" if names == EXACT else "tests.gpu.job"
     # In interpreters of their own: CUDA does not work in a fork of a process that has looked for devices.
     return run_job(program, *names, ranks=RANKS, env=env, timeout_s=1100.0, fresh=True)
@@ -90,12 +90,18 @@ def check_replicas(facts: list[dict[str, Any]]) -> None:
     assert len({rank["digest"] for rank in facts}) == 1, "replicas differ"
 
 
-def check_poison(facts: list[dict[str, Any]]) -> None:
-    """No bucket's NaN came anywhere, and all elements of all parameters went the same way."""
+def check_poison(facts: list[dict[str, Any]], rounding: float = 0.0) -> None:
+    """No bucket's NaN came anywhere, and all elements of all parameters went the same way.
+
+    Args:
+        facts: Of all ranks.
+        rounding: How far elements may differ: a mean of unequal numbers is summed in another order in each part of a
+            ring.
+    """
     check_replicas(facts)
     for rank in facts:
         assert not rank["nan"], "a gradient was read before the device had written it"
-        assert rank["spread"] == 0.0, "a gradient was torn"
+        assert rank["spread"] <= rounding, "a gradient was torn"
         assert rank["stats"]["mismatches"] == 0 and rank["stats"]["pending_weight"] == 0
 
 
@@ -104,7 +110,7 @@ def test_no_poison_in_any_mode(name: str) -> None:
     facts = facts_of(POISON, name)
     check_poison(facts)
     _, mode, kind = name.split(":")
-    assert {rank["mode"] for rank in facts} == {mode}, "the mode never came into force"
+    assert mode == "auto" or {rank["mode"] for rank in facts} == {mode}, "the mode never came into force"
     # Servers divide an update of fewer gradients by their number: only where all means are 1 the value is known.
     if kind == "sgd" and mode.startswith(("sync", "partial", "subgroup")):
         for rank in facts:
@@ -120,7 +126,7 @@ def test_compute_time_is_the_device_s(name: str) -> None:
 @pytest.mark.parametrize("name", SWITCHING)
 def test_no_poison_in_random_switches(name: str) -> None:
     facts = facts_of(SWITCHING, name)
-    check_poison(facts)
+    check_poison(facts, rounding=LR / 100.0)
     assert len({mode.partition("(")[0] for mode in facts[0]["seen"]}) >= 3, f"only {facts[0]['seen']}"
 
 
@@ -149,13 +155,13 @@ def test_defaults_of_the_user_s_do_not_reach_what_is_the_host_s(name: str) -> No
 
 
 @pytest.mark.parametrize("name", OTHER[2:])
-def test_without_leave_a_relaxed_mode_is_refused(name: str) -> None:
-    facts = facts_of(OTHER, name)
-    check_poison(facts)
-    assert all(rank["modes"] == ["sync"] for rank in facts)
+def test_backward_does_not_wait_for_the_device(name: str) -> None:
+    for rank in facts_of(OTHER, name):
+        assert rank["waits"] == [], "the host waited for the device within backward"
+        assert rank["backward_ms"] < 0.5 * rank["device_ms"]
 
 
-# ---- what is possible without leave ---------------------------------------------------------------------------------
+# ---- exact modes --------------------------------------------------------------------------------------------------
 
 
 def exact_facts(name: str) -> list[dict[str, Any]]:
@@ -189,10 +195,11 @@ def test_a_network_learns_with_lossy_gradients(name: str) -> None:
 
 @pytest.mark.parametrize("name", EXACT[4:8])
 def test_mixed_precision_and_memory_formats_are_as_near_to_plain_horovod_as_that_is_to_itself(name: str) -> None:
-    # Another order of summation can turn a ReLU, or what autocast rounds, over; a gradient in another format than its
-    # parameter, or one that is still scaled, shows in the first digit.
+    # What autocast rounds can flip with another order of summation; a gradient in another format than its parameter,
+    # or one that is still scaled, shows in the first digit.
+    limit = 1e-3 if name.startswith("amp") else 1e-4
     for rank in exact_facts(name):
-        assert rank["star"] <= max(1e-3, 10.0 * rank["again"])
+        assert rank["star"] <= max(limit, 10.0 * rank["again"])
 
 
 def test_parts_of_a_model_on_streams_of_their_own() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from scheduler.records import Plan
 from scheduler.rules.weights import damping
-from star_hvd.engine.buckets import Bucket
+from star_hvd.engine.buckets import Bucket, set_weight
 from star_hvd.engine.device import KEPT, Fence, Streams
 from star_hvd.engine.records import Counters
 
@@ -59,7 +59,7 @@ class LateGradients:
         flat = bucket.flat.clone()
         if weight != 1.0:
             flat[:-1].mul_(weight)
-        flat[-1] = weight
+        set_weight(flat, weight)
         self.keep_whole(bucket, flat, computed_on, weight)
 
     def keep_whole(self, bucket: Bucket, flat: torch.Tensor, computed_on: int, weight: float) -> None:

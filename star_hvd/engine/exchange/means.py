@@ -19,8 +19,8 @@ def norm(flat: torch.Tensor) -> torch.Tensor:
 def divide(flat: torch.Tensor, streams: Streams, ranks: int) -> torch.Tensor:
     """Turn a summed buffer (weight last) into the mean times `ranks`, in place, without reading from a device."""
     if streams.queues(flat):
-        whole = flat[-1:] / ranks
-        flat[:-1].div_(torch.where(whole == 0, torch.ones_like(whole), whole))
+        whole = flat[-1:].clamp_min(torch.finfo(flat.dtype).tiny)  # Without any contribution the sum stays zero.
+        flat[:-1].div_(whole if ranks == 1 else whole.div_(ranks))
         return flat
     factor = float(flat[-1]) / ranks
     if factor not in (0.0, 1.0):  # If no rank contributed a gradient, the sum stays zero.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from star_hvd.engine.applier import Applier
-from star_hvd.engine.buckets import Bucket, Wire
+from star_hvd.engine.buckets import Bucket, Wire, set_weight
 from star_hvd.engine.collective import Collective
 from star_hvd.engine.exchange.agreement import Agreement
 from star_hvd.engine.exchange.header_timing import HeaderTiming
@@ -98,7 +98,7 @@ class StepExchange:
         flat = bucket.flat
         if weight != 1.0:
             flat[:-1].mul_(weight)
-        flat[-1] = weight
+        set_weight(flat, weight)
         if bucket is self._carrier:
             self.timing.carrier_complete()
         self._submit(step, bucket, flat, given=weight != 0.0)

@@ -81,7 +81,7 @@ def _read_config(data: bytes) -> None:
 
 
 _VARIABLES = ("STAR_MODE", "STAR_HOST", "STAR_INTERFACE", "STAR_POLICY", "STAR_LEAST_QUORUM", "STAR_TARGET",
-              "STAR_RUN_TAGS", "STAR_RELAXED_CUDA")  # fmt: skip
+              "STAR_RUN_TAGS")  # fmt: skip
 _SETTINGS = ("", "0.5", "nan", "1e999", "-1", "eth0,eth1", "a=b,c", "=", ",,", "accuracy>=0.95", "loss<0", "x>=",
              "9" * 400, "é=ü", "sync")  # fmt: skip
 
@@ -97,7 +97,7 @@ def _read_environment(data: bytes) -> None:
     try:
         os.environ.update(given)
         least = env.least_quorum()
-        env.mode(), env.host(), env.interface(), env.policy(), env.target(), env.tags(), env.relaxed_cuda()
+        env.mode(), env.host(), env.interface(), env.policy(), env.target(), env.tags()
         Bound.parse(env.target() or "")
         if least is not None:
             Config(least_quorum=least)

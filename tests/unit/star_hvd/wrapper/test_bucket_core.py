@@ -64,7 +64,6 @@ class Hooked:
         place = torch.device("cpu") if device is None else CUDA0
         params = [torch.nn.Parameter(torch.zeros(3, device=place)) for _ in range(8)]  # Four buckets.
         self.hooks: list[tuple[torch.Tensor, Hook]] = []
-        monkeypatch.setenv("STAR_RELAXED_CUDA", "1")
         monkeypatch.setattr(bucket_core, "same_on_all_ranks", lambda params, names: params)
         monkeypatch.setattr(torch.Tensor, "register_post_accumulate_grad_hook", lambda p, hook: self.register(p, hook))
         if device is not None:
