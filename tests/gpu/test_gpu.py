@@ -108,8 +108,8 @@ def check_poison(facts: list[dict[str, Any]], rounding: float = 0.0) -> None:
 @pytest.mark.parametrize("name", POISON)
 def test_no_poison_in_any_mode(name: str) -> None:
     facts = facts_of(POISON, name)
-    check_poison(facts)
     _, mode, kind = name.split(":")
+    check_poison(facts, rounding=LR / 100.0 if mode == "auto" else 0.0)
     assert mode == "auto" or {rank["mode"] for rank in facts} == {mode}, "the mode never came into force"
     # Servers divide an update of fewer gradients by their number: only where all means are 1 the value is known.
     if kind == "sgd" and mode.startswith(("sync", "partial", "subgroup")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -120,7 +121,10 @@ def test_ranks_share_devices_where_there_are_fewer(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "3")
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
     assert [str(place_of("cuda", rank)) for rank in range(3)] == ["cuda:0", "cuda:1", "cuda:0"]
+    assert os.environ["NCCL_HOSTID"] == "rank0", "NCCL refuses two ranks of one host on one device"
     assert chosen == [torch.device("cuda", index) for index in (0, 1, 0)]
     assert place_of("cpu", 3) == CPU
 
