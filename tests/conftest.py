@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support.effort import cases
+from tests.support.slots import job_slot
 
 # How long an example takes says how busy the machine is, and nothing about the code.
 settings.register_profile("star", max_examples=cases(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -21,7 +24,7 @@ os.environ.setdefault("STAR_CHECK_LOCKS", "1")
 gc.disable()  # Until everything is imported.
 
 TESTS = Path(__file__).parent
-# Files whose jobs take longest come first, and the many short ones last: then all workers end together.
+# Files whose jobs take longest come first, and many short files last: then all workers end together.
 FIRST = (
     "contract/test_contract.py",
     "multiproc/test_modes.py",
@@ -34,16 +37,41 @@ FIRST = (
     "fuzz",
     "tools",
 )
+# Files in one process that wait for minutes. They begin the files that run beside those with jobs.
+WAITING = ("unit/star_hvd/ps/test_cut_servers.py", "unit/star_hvd/channel/test_handshake_limiter.py")
+JOBS = ("contract", "fault", "gpu", "multiproc", "tools/test_lab_job.py", "tools/test_tsan.py")
+LAST_SHARE = 0.3  # Of the files without jobs, as many come at the end.
+
+
+def _within(item: pytest.Item, names: tuple[str, ...]) -> int:
+    """Return the first of `names`, files or folders, that an item is in; their number if it is in none."""
+    path = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
+    return next((i for i, name in enumerate(names) if path == name or path.startswith(f"{name}/")), len(names))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort by `FIRST`; what is not named there comes behind it. (`make test` has xdist keep the order.)"""
+    """Alternate files with jobs, sorted by `FIRST`, and files without. (`make test` has xdist keep the order.)"""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    ordered = sorted(files.values(), key=lambda file: (_within(file[0], WAITING), _within(file[0], FIRST)))
+    with_jobs = [file for file in ordered if _within(file[0], JOBS) < len(JOBS)]
+    others = [file for file in ordered if _within(file[0], JOBS) == len(JOBS)]
+    early = len(others) * (1.0 - LAST_SHARE)
+    sequence: list[list[pytest.Item]] = []
+    for first in range(0, len(with_jobs), 2):
+        pair = with_jobs[first : first + 2]
+        share = [round(early * number / len(with_jobs)) for number in (first, first + len(pair))]
+        sequence += [*pair, *others[share[0] : share[1]]]
+    sequence += others[round(early) if with_jobs else 0 :]
+    items[:] = [item for each in sequence for item in each]
 
-    def place(item: pytest.Item) -> int:
-        path = item.path.relative_to(TESTS).as_posix() if item.path.is_relative_to(TESTS) else ""
-        return next((i for i, first in enumerate(FIRST) if path == first or path.startswith(f"{first}/")), len(FIRST))
 
-    items.sort(key=place)
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # Outside of the test's time limit.
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Have only as many jobs at once as there are cores."""
+    with job_slot() if _within(item, JOBS) < len(JOBS) else contextlib.nullcontext():
+        return (yield)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

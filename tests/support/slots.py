@@ -1,0 +1,42 @@
+"""Lets only some workers of a test run have jobs at the same time, while the others run tests of one process.
+
+A job of four ranks keeps a core busy, and three of them at once on two cores take longer than one after another. Tests
+of one process often wait. So there is one worker more than jobs may run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["job_slot"]
+
+LONGEST_S = 900.0  # A job that hangs is ended within this; then a worker goes on without a slot.
+_LOOK_S = 0.1
+_PLACE = Path(tempfile.gettempdir()) / f"star-test-slots-{os.getuid()}"  # A slot is a byte of it, and may be locked.
+
+
+@contextlib.contextmanager
+def job_slot(longest_s: float = LONGEST_S) -> Iterator[bool]:
+    """Hold one of this machine's slots, one per core and at least two, and yield whether one was free in time.
+
+    The system frees the slots of a process that dies.
+    """
+    slots, limit_s = range(max(2, len(os.sched_getaffinity(0)))), time.monotonic() + longest_s
+    with _PLACE.open("w") as place:
+        while not (held := any(_lock(place.fileno(), slot) for slot in slots)) and time.monotonic() < limit_s:
+            time.sleep(_LOOK_S)
+        yield held
+
+
+def _lock(place: int, slot: int) -> bool:
+    try:
+        fcntl.lockf(place, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
+    except OSError:
+        return False
+    return True
