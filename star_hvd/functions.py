@@ -20,7 +20,7 @@ from horovod.torch import global_process_set, mpi_ops
 from horovod.torch.functions import broadcast_optimizer_state as _broadcast_optimizer_state
 
 from star_hvd import build_check
-from star_hvd.engine.collective import spare_cores
+from star_hvd.engine.collective import tune_horovod
 from star_hvd.runtime import runtime
 from star_hvd.runtime.host_sets import make_host_sets
 from star_hvd.runtime.process_sets import prepare_init
@@ -246,7 +246,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     if comm is None and fresh:
         build_check.compare_before_init()  # Before Horovod's own protocol is used.
     mpi_ops.init(comm, prepare_init(comm, process_sets))
-    spare_cores(True)
+    tune_horovod(True)
     if fresh:
         make_host_sets()
 

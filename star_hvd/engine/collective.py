@@ -10,7 +10,7 @@ import torch
 
 from star_hvd.errors import DeadlineError
 
-__all__ = ["Collective", "HorovodCollective", "poll_for", "spare_cores", "wait_all"]
+__all__ = ["Collective", "HorovodCollective", "poll_for", "tune_horovod", "wait_all"]
 
 _IDLE_CYCLE_MS = 5.0
 """Longest sleep of Horovod's thread while its rank has nothing submitted: a fifth of the usual idle negotiations. A
@@ -135,18 +135,20 @@ def wait_all(
         collective.finish(handle)
 
 
-def spare_cores(on: bool) -> None:
-    """Leave cores that ranks share to those who compute: Horovod's threads sleep while they have nothing to do.
+def tune_horovod(on: bool) -> None:
+    """Have Horovod's threads take less of the cores that ranks share, and reduce short tensors sooner.
 
     Args:
-        on: Whether blocking collectives sleep instead of asking again and again (with Horovod's patch 0017), and
-            Horovod negotiates less often while a rank has nothing submitted (0016); False for Horovod's own ways.
+        on: Whether blocking collectives sleep instead of asking again and again (with Horovod's patch 0017), Horovod
+            negotiates less often while a rank has nothing submitted (0016), and, while all ranks want it, negotiates
+            and reduces short tensors in fewer messages that wait for each other (0018); False for Horovod's own ways.
     """
     from horovod.torch import mpi_ops
 
-    set_idle_cycle_ms = getattr(mpi_ops.mpi_lib, "horovod_torch_set_idle_cycle_ms", None)
-    if set_idle_cycle_ms is not None:
-        set_idle_cycle_ms(_IDLE_CYCLE_MS if on else 0.0)
-    set_waits_sleep = getattr(mpi_ops.mpi_lib, "horovod_torch_set_waits_sleep", None)
-    if set_waits_sleep is not None:
-        set_waits_sleep(on)
+    for name, value in (
+        ("horovod_torch_set_idle_cycle_ms", _IDLE_CYCLE_MS if on else 0.0),
+        ("horovod_torch_set_waits_sleep", on),
+        ("horovod_torch_set_few_hops", on),
+    ):
+        if (setter := getattr(mpi_ops.mpi_lib, name, None)) is not None:
+            setter(value)

@@ -9,7 +9,7 @@ import torch
 from horovod.torch import mpi_ops
 
 import star_hvd as hvd
-from star_hvd.engine.collective import HorovodCollective, spare_cores, wait_all
+from star_hvd.engine.collective import HorovodCollective, tune_horovod, wait_all
 from tests.support.launch import write_result
 
 REDUCTIONS = 10
@@ -34,7 +34,7 @@ def main() -> None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw - before
 
     of_star_hvd = wakes_while_idle()
-    spare_cores(False)
+    tune_horovod(False)
     usual = wakes_while_idle()
     if patched:
         mpi_ops.mpi_lib.horovod_torch_set_idle_cycle_ms(LONG_MS)
@@ -46,7 +46,7 @@ def main() -> None:
     write_result(
         {"patched": patched, "usual": usual, "star_hvd": of_star_hvd, "asleep": asleep, "took_s": took_s}
     )
-    spare_cores(False)
+    tune_horovod(False)
     hvd.shutdown()
 
 

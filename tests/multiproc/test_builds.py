@@ -61,6 +61,15 @@ def test_horovods_thread_sleeps_while_there_is_nothing_to_do_and_a_tensor_wakes_
         assert facts["took_s"] < 30.0, facts
 
 
+@pytest.mark.parametrize("ranks", [3, 4, 5])
+def test_short_reductions_are_exact_while_ranks_change_how_they_are_made(ranks: int) -> None:
+    for facts in run_job("tests.multiproc.hops_job", str(ranks), ranks=ranks).check().results:
+        assert facts["patched"], "patch 0018 is missing in this build of Horovod"
+        assert facts["wrong"] == []
+        if ranks == 4:  # A ring adds up each part of a tensor from another rank on.
+            assert facts["few"] == 1 < facts["many"]
+
+
 def test_credentials_reach_ranks_and_no_command_line() -> None:
     env = {"MLFLOW_TRACKING_PASSWORD": "correct-horse-7319"}
     result = run_job("tests.multiproc.credentials_job", ranks=2, env=env, fresh=True, timeout_s=200.0).check()
