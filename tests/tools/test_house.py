@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import functools
 import json
+import re
 from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
@@ -320,6 +321,21 @@ def test_what_counts_as_a_private_access(text: str, count: int, tmp_path: Path) 
     path = tmp_path / "test_it.py"
     path.write_text(text)
     assert len(private_accesses(path)) == count
+
+
+NUMBER_INTO_TENSOR = re.compile(r"^ *[\w.]*(?:flat|part|average|reduced)\w*\[-1\] = \w+(?:\.\w+)*$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("folder", ["engine", "modes", "wrapper"])
+def test_no_number_is_assigned_to_an_element_of_a_buffer(folder: str) -> None:
+    """It is copied from the host, which waits until the device has done all that was queued; there is `set_weight`."""
+    assert NUMBER_INTO_TENSOR.search("        bucket.flat[-1] = weight\n") is not None
+    found = {
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in (ROOT / "star_hvd" / folder).rglob("*.py")
+        for line in NUMBER_INTO_TENSOR.findall(path.read_text(encoding="utf-8"))
+    }
+    assert not found
 
 
 def test_what_users_and_their_data_rely_on_is_as_recorded() -> None:
