@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Callable
 
 import horovod.torch as hvd
 import torch
@@ -18,7 +19,7 @@ ROUNDS = 60
 ORDERED = 64
 
 
-def wrong_sums(seed: int, set_few_hops: object) -> list[str]:
+def wrong_sums(seed: int, set_few_hops: Callable[[bool], None]) -> list[str]:
     """Return the reductions that were not the exact sum, of all ranks and of all but the last."""
     some = hvd.ProcessSet(list(range(int(os.environ["HOROVOD_SIZE"]) - 1)))
     hvd.init(process_sets=[some])
@@ -26,7 +27,7 @@ def wrong_sums(seed: int, set_few_hops: object) -> list[str]:
     common, own, wrong = random.Random(seed), random.Random(100 * seed + rank), []
     for number in range(ROUNDS):
         if own.random() < 0.1:
-            set_few_hops(own.random() < 0.8)  # type: ignore[operator]
+            set_few_hops(own.random() < 0.8)
         length, dtype = common.choice(LENGTHS), common.choice(TYPES)
         members, process_set = common.choice(((range(size), hvd.global_process_set), (range(size - 1), some)))
         if rank in members:

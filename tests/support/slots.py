@@ -37,6 +37,6 @@ def job_slot(longest_s: float = LONGEST_S) -> Iterator[bool]:
 def _lock(place: int, slot: int) -> bool:
     try:
         fcntl.lockf(place, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
-    except OSError:
+    except BlockingIOError:
         return False
     return True
