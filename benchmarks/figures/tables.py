@@ -126,7 +126,6 @@ PARTS: dict[str, Callable[[Sequence[str], Rows], list[str]]] = {
     "scenarios": _training,
     "exact": _training,
     "networks": _training,
-    "accuracy": _training,
     "faults": _faults,
     "costs": _flat,
     "decisions": _flat,

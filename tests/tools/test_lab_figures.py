@@ -59,7 +59,7 @@ class TestCatalogue:
 
         arguments = arguments_of(row, Ledger(tmp_path, "v", quick), quick)
         args = make_parser().parse_args(arguments)
-        assert args.scenario in row.name or row.name in ("demo", "accuracy-fashion", "conv", "transformer")
+        assert args.scenario in row.name or row.name in ("conv", "transformer")
         assert args.seeds == 1 or not quick
         if row.trace_seed is not None:
             assert args.trace.is_file()
