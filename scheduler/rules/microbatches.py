@@ -482,6 +482,7 @@ class MicrobatchPool:
         counts, sizes = _equal(tasks, n, share), []
         if paces_s is not None:
             counts = forecast_shares(paces_s, tasks, share, longest=cap, fixed=fixed)
+            self._note_late_passes(now_s)
             first_s = self.times.first_pass_s(np.array(paces_s), np.array(counts), cap, (self.epoch, step))
             sizes = [pass_sizes(c, cap, layout.grain, fixed, first_s / p) for c, p in zip(counts, paces_s, strict=True)]
             more = [len(each) - -(-count // cap) for each, count in zip(sizes, counts, strict=True)]
@@ -502,6 +503,12 @@ class MicrobatchPool:
             for rank, each in enumerate(sizes)
         ]  # fmt: skip
         return _Step(queues, shares, [False] * n)
+
+    def _note_late_passes(self, now_s: float) -> None:
+        """Let the times know of ranks that are becoming slow: shares are made before their passes have ended."""
+        for rank, worker in enumerate(self._workers):
+            if not math.isnan(worker.began_s):
+                self.times.note_late(rank, worker.tasks, now_s - worker.began_s, (self.epoch, worker.of_step))
 
     def _equal_passes(self, count: int) -> list[int]:
         """Pass sizes equal to the user's micro-batches."""

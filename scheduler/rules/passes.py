@@ -99,6 +99,19 @@ class PassTimes:
         recent.append((tasks, time_s))
         self._paces_s[rank] = self._pace(recent)
 
+    def note_late(self, rank: int, tasks: int, elapsed_s: float, step: tuple[int, int]) -> None:
+        """Record that a rank has become slow, as its pass shows before it has ended; `note` follows then.
+
+        Args:
+            rank: The rank.
+            tasks: Tasks of the pass.
+            elapsed_s: Time since the pass began.
+            step: Epoch and step of the pass.
+        """
+        ratio = elapsed_s / self.expected_s(rank, tasks)
+        if ratio > _SLOWED:  # Not if nothing is known, which is NaN.
+            self._note_step(step, ratio)
+
     def _note_step(self, step: tuple[int, int], ratio: float) -> None:
         self._worst[step] = max(ratio, self._worst.get(step, 0.0))
         if len(self._worst) > _STEPS:

@@ -167,7 +167,10 @@ class MicrobatchStock:
             self._shares.pop(self._step, None)
             self._step, self._said_idle, self._gave_up, self.own_part = self._step + 1, False, False, 0.0
             self._begun.clear()
-            return self._step < self._layout.steps
+            more = self._step < self._layout.steps
+            if not more and self._last_s:  # The next epoch's shares depend on it, and no later pass reports it.
+                self._report(-1)
+            return more
 
     @property
     def left_out(self) -> bool:

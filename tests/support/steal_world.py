@@ -6,7 +6,7 @@ import heapq
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.rules.microbatches import Action, Kind, MicrobatchPool
@@ -24,7 +24,8 @@ class _Rank:
     """A rank's state in an epoch."""
 
     runs: dict[int, deque[tuple[int, int]]] = field(default_factory=dict)  # By step: first task and number of tasks.
-    expected_s: dict[int, float] = field(default_factory=dict)
+    expected_s: dict[int, tuple[float, int, float]] = field(default_factory=dict)  # Of the first pass; tasks, fixed.
+    latest: tuple[float, int] = (0.0, 0)  # Time and tasks of the last pass.
     step: int = 0
     closed: int = -1
     busy: bool = False
@@ -119,7 +120,8 @@ class StealWorld:
             for size in action.sizes:
                 runs.append((first, size))
                 first += size
-            rank.expected_s[action.step] = action.first_s
+            if action.sizes:
+                rank.expected_s[action.step] = action.first_s, action.sizes[0], action.fixed
         elif action.kind is Kind.RECALL:
             given = self._give_back(runs, action.task, action.task + action.tasks)
             self._up(lambda: self._pool.returned(action.rank, action.step, action.task, given, self.now_s))
@@ -156,6 +158,7 @@ class StealWorld:
             self._report(number, -1, 1)
 
     def _begin(self, number: int, rank: _Rank, runs: deque[tuple[int, int]]) -> None:
+        given = self._shorten(rank, runs)
         task, size = runs.popleft()
         step = rank.step
         for each in range(task, task + size):
@@ -165,20 +168,37 @@ class StealWorld:
         self.most = max(self.most, samples)
         rank.busy, rank.idle = True, False
         rank.passes += 1
-        self._report(number, task, size)
+        self._report(number, task, size, given)
         slowdown = self.slowdown(len(self.steps_s), number)
         time_s = slowdown * (self.fixed_s + self.sample_s * samples) * (1.0 + abs(self.random.gauss(0.0, self.jitter)))
-        self._at(time_s, lambda: self._ended(number, time_s))
+        self._at(time_s, lambda: self._ended(number, time_s, size))
 
-    def _report(self, number: int, task: int, tasks: int) -> None:
+    def _shorten(self, rank: _Rank, runs: deque[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Give back what a rank cannot compute in time of a step whose shares were made before it was slow."""
+        (last_s, tasks), (expected_s, first, fixed) = rank.latest, rank.expected_s.get(rank.step, (0.0, 0, 0.0))
+        task, size = runs[0]
+        if not tasks or expected_s <= 0.0:
+            return []
+        pace_s, expected_s = last_s / (fixed + tasks), expected_s * (fixed + size) / (fixed + first)
+        if pace_s * (fixed + size) <= LATE * expected_s:
+            return []
+        kept = max(1, min(size, int(expected_s / pace_s - fixed)))
+        given = [(max(at, task + kept), at + n) for at, n in runs if at + n > task + kept]
+        runs.clear()
+        runs.append((task, kept))
+        rank.expected_s.pop(rank.step)
+        return given
+
+    def _report(self, number: int, task: int, tasks: int, given: Sequence[tuple[int, int]] = ()) -> None:
         rank = self._ranks[number]
         step, last_s, rank.last_s = rank.step, rank.last_s, 0.0
-        self._up(lambda: self._pool.begin(number, step, task, last_s, self.now_s, tasks))
+        self._up(lambda: self._pool.begin(number, step, task, last_s, self.now_s, tasks, list(given)))
 
-    def _ended(self, number: int, time_s: float) -> None:
+    def _ended(self, number: int, time_s: float, size: int) -> None:
         rank = self._ranks[number]
-        rank.busy, rank.last_s = False, time_s
-        expected_s = rank.expected_s.pop(rank.step, 0.0)
+        rank.busy, rank.last_s, rank.latest = False, time_s, (time_s, size)
+        expected_s, first, fixed = rank.expected_s.pop(rank.step, (0.0, 1, 0.0))
+        expected_s *= (fixed + size) / (fixed + first)
         runs = rank.runs[rank.step]
         if runs and time_s > LATE * expected_s > 0.0:
             self._give_up(number, runs)
@@ -198,6 +218,9 @@ class StealWorld:
         for rank in self._ranks:
             rank.whole, rank.idle, rank.passes = False, False, 0
             rank.step += 1
+        if not self._left:  # As `MicrobatchStock.next_step`: the times of an epoch's last passes.
+            for number, rank in enumerate(self._ranks):
+                self._send(self._pool.begin(number, rank.step, -1, rank.last_s, self.now_s))
         if self._left:
             for number in range(self.n):
                 self._go_on(number)

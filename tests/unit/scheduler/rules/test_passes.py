@@ -115,6 +115,21 @@ def test_first_passes_are_short_in_steps_in_which_a_rank_may_become_slow_and_not
         assert _mean_step_s(lambda step: False, scatter=scatter) < 0.041
 
 
+def test_a_late_pass_tells_before_it_has_ended_that_its_rank_has_become_slow() -> None:
+    """The shares of the next step are made meanwhile, and soon behind a change no first pass is short."""
+    times = _fitted()
+    for step in range(20, 60):
+        slow = 4.0 if step % 5 == 0 else 1.0
+        for rank in range(RANKS):
+            times.note(rank, 32, 0.040 * (slow if rank == 1 else 1.0), (0, step))
+    times.note(1, 32, 0.040, (0, 60))  # Expected again.
+    times.note_late(1, 32, 1.2 * 0.040, (0, 60))
+    assert len(_sizes(times, 61)) == 2, "the change of step 60 is not known"
+    times.note_late(1, 32, 2.0 * 0.040, (0, 60))
+    assert len(_sizes(times, 61)) == 1
+    PassTimes(RANKS).note_late(0, 9, 1.0, (0, 0))  # Nothing is known, so nothing is late.
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_tasks_end_as_early_as_they_can(seed: int) -> None:
     rng = random.Random(seed)

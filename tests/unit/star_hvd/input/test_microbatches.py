@@ -64,6 +64,7 @@ class Job:
         self.gone: set[int] = set()
         self.taken: dict[int, list[tuple[int, Microbatch]]] = {}  # By step.
         self.numbers: list[deque[int]] = [deque() for _ in paces]
+        self.heard: list[tuple[int, MicrobatchBegin]] = []
         self.now = 0
         for stock in self.stocks:
             stock.open()
@@ -87,6 +88,7 @@ class Job:
             self.service.open(rank, message, float(self.now))
         elif isinstance(message, MicrobatchBegin):
             self.service.begin(rank, message, float(self.now))
+            self.heard.append((rank, message))
         elif isinstance(message, MicrobatchReturn):
             self.service.returned(rank, message, float(self.now))
         elif isinstance(message, LeaseReturn):
@@ -246,6 +248,17 @@ def test_a_slow_rank_computes_less_and_the_work_ends_near_the_bound() -> None:
     counts = Counter(rank for step in job.taken.values() for rank, _ in step)
     assert sum(stock.taken_over for stock in job.stocks) > 0
     assert counts[1] < min(counts[rank] for rank in (0, 2, 3))
+
+
+def test_the_coordinator_hears_how_long_the_last_passes_of_an_epoch_took() -> None:
+    """A rank that becomes slow in an epoch's last step is as slow in the first step of the next epoch."""
+    job = Job(3, [100, 100, 100, 100], 160, 10, 5)
+    job.run()
+    while any(job.up):  # It begins nothing, and nothing fails.
+        job.move_up()
+    last = dict(job.heard)
+    for message in (last[rank] for rank in job.ranks):
+        assert message.task == -1 and message.step == job.layout.steps and message.compute_s > 0.0
 
 
 def test_ranks_with_other_data_are_refused() -> None:
