@@ -109,6 +109,7 @@ class OptimizerState:
         self.folds = 0.0  # Late gradients of all ranks that were folded into a later step.
         self.has_queue = self.has_shares = False  # A loader of `shard` feeds the ranks; batches can have other sizes.
         self.microbatches = 0  # Per rank and step, if a loader of `shard` splits its batches.
+        self.long_passes = False  # Whether a pass may have more than a whole batch of that loader.
         self.microbatch_fixed_part = math.nan  # See `MicrobatchService.fixed_part`.
         self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
         self.exact = False  # Whether `auto` may choose only modes that do not change the mathematics.
@@ -173,16 +174,21 @@ class OptimizerState:
     def start(self, now_s: float) -> None:
         """Publish at once, if a loader feeds the ranks, the mode that needs it.
 
-        That is the user's mode, or `sync(balanced)` where `auto` may choose exact modes only: it does not differ from
-        `sync` while no rank is slow, and a rank that is slow from the start gets its share some steps earlier.
+        That is the user's mode, or where `auto` may choose exact modes only, `sync(balanced)`, or with micro-batches
+        `sync(steal)`. These cost nothing while no rank is slow, and one that is slow from the start computes less some
+        steps earlier. Not `sync(steal)` where a pass over a whole batch may not fit in memory.
         """
         if self._switch is not None or self._is_bound or self.closing or self.plans != [(0, self.active)]:
             return
         if self._wanted is not None and (self._wanted.uneven or self._wanted.steal):
             self._retry_wanted(now_s)
-        elif self.choice is not None and self.has_shares and not self._may_relax and not (
-            self.microbatches or self.equal_batches
-        ):
+        elif self.choice is None or self._may_relax or self.equal_batches:
+            return
+        elif self.microbatches:
+            if self.long_passes:
+                reason = "ranks take over micro-batches from the first step on"
+                self.publish(self.active.replace(steal=True, reason=reason), now_s)
+        elif self.has_shares:
             reason = "batch shares follow the ranks' speed from the first steps on"
             self.publish(self.active.replace(balanced=True, reason=reason), now_s)
 

@@ -441,6 +441,21 @@ def test_a_job_of_exact_modes_starts_with_batch_shares(exact: bool, even: bool) 
     assert only(again, m.PlanMessage) == [], "once"
 
 
+@pytest.mark.parametrize("even", [False, True])
+@pytest.mark.parametrize("most", [0, 16, 32])
+def test_with_microbatches_auto_starts_with_taking_over_if_longer_passes_fit(most: int, even: bool) -> None:
+    job = Job(4)
+    job.register(None)
+    if even:
+        job.say(0, m.ModeUnsupported(0, 0, "SyncBatchNorm", equal_batches=True))
+    heard = job.say(1, MicrobatchOpen(0, 0, 100_000, 16, 4, False, 0, 0, most=most))
+    starts = most > 16 and not even
+    plans = [Plan.from_dict(each.plan) for each in only(heard, m.PlanMessage)]
+    assert [plan.label for plan in plans] == (["sync(steal)"] if starts else [])
+    sizes = {tuple(each.sizes) for each in only(heard, MicrobatchShares) if each.step == 0}
+    assert len(sizes) == 1 and (len(set(sizes.pop())) > 1) == starts, "the first step is made for it"
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_the_first_step_of_a_stealing_loader_is_made_for_it(early: bool) -> None:
     """Passes of several sizes, which show pace and fixed cost, also if a rank's loader is faster than an optimizer."""
