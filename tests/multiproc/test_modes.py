@@ -73,7 +73,7 @@ def test_random_switches(name: str) -> None:
     facts = facts_of(SWITCHING, name)
     check(facts)
     seen = facts[0]["seen"]
-    # 45 are asked for (`make stress`: 70); a busy machine may get to fewer of them, a job that hangs ends without any result.
+    # 45 are asked for (`make stress`: 70); a busy machine may get to fewer, a job that hangs ends without any result.
     assert len(seen) > LEAST_SWITCHES, f"only {len(seen)} switches: {seen[-5:]}"
     assert len({mode.partition("(")[0] for mode in seen}) >= 4
 
