@@ -1,7 +1,7 @@
 """The catalogue: one row per measurement, with the part of its result that goes into the documents.
 
-Most trainings are of scikit-learn's digits, so that all of it can be measured again for a version; Fashion-MNIST, with ten
-times the steps, is the check that they are not a special case.
+Most trainings are of scikit-learn's digits, so that all of it can be measured again for a version; Fashion-MNIST, with
+ten times the steps, is the check that they are not a special case.
 """
 
 from __future__ import annotations
