@@ -22,6 +22,7 @@ __all__ = ["SCHEMA", "Ledger", "arguments_of", "measure_row", "restrict_to_cores
 
 SCHEMA = 1
 EXIT_SKIPPED = 77
+EXIT_SIGNALLED = 128  # Above this by so much as the signal's number.
 TRACE_STEPS = 400
 TRACE_RANKS = 4
 MEASURED, SKIPPED, FAILED = "measured", "skipped", "failed"
@@ -142,10 +143,12 @@ def _shown(arguments: Sequence[str], folder: Path) -> list[str]:
 
 
 def _call(module: str, arguments: Sequence[str]) -> int:
-    """Run a benchmark's `main`; an exception fails only this row and goes into its log."""
+    """Run a benchmark's `main`; an exception fails only this row and goes into its log. A signal ends the whole run."""
     try:
         return int(importlib.import_module(module).main(arguments))
     except SystemExit as end:
+        if isinstance(end.code, int) and end.code > EXIT_SIGNALLED:
+            raise
         return end.code if isinstance(end.code, int) else 1
     except Exception:
         traceback.print_exc()

@@ -87,6 +87,8 @@ class TestMeasuring:
             sys.stdout.write("measuring\n")
             if "--raise" in arguments:
                 raise RuntimeError("it broke")
+            if "--killed" in arguments:
+                raise SystemExit(128 + 15)
             if "--skip" in arguments:
                 sys.stderr.write("skipped: no such machine\n    (the log)\n")
                 return 77
@@ -126,6 +128,12 @@ class TestMeasuring:
         assert measure_row(self.row("b", "--skip"), ledger, quick=False)["state"] == "skipped"
         assert ledger.rows["b"]["reason"] == "skipped: no such machine"
         assert not ledger.has("a") and not ledger.has("b")
+
+    def test_a_signal_ends_the_whole_run(self, calls: list[list[str]], tmp_path: Path) -> None:
+        ledger = Ledger(tmp_path, "v1", quick=False)
+        with pytest.raises(SystemExit):
+            measure_row(self.row("a", "--killed"), ledger, quick=False)
+        assert "a" not in ledger.rows, "it is measured by the next run"
 
     def test_rows_of_results_wait_for_them(self, calls: list[list[str]], tmp_path: Path) -> None:
         ledger = Ledger(tmp_path, "v1", quick=False)
