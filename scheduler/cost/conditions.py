@@ -14,6 +14,7 @@ from scheduler.balance.share_policy import FIXED
 from scheduler.cost.priors import prior_of
 from scheduler.cost.staleness_price import StalenessPrice
 from scheduler.diagnosis.links import ring_bytes
+from scheduler.diagnosis.slow_episodes import changes_per_step
 from scheduler.diagnosis.stragglers import MIN_REPORTS, PERSISTENCE, Readings
 from scheduler.plan.headroom import Headroom
 from scheduler.records import Window
@@ -62,6 +63,7 @@ class Conditions:
         batch: Samples of a rank's batch if batch shares are possible, else 0.
         fixed_part: Fraction of a rank's time that does not depend on its batch size.
         microbatches: Micro-batches of a rank in a step if they can be taken over, else 0.
+        changes: How often per step another rank becomes slow (`scheduler.diagnosis.slow_episodes`).
         headroom: Unused capacity of every rank's host; empty if unknown.
         background: The user's setting for transfers behind compute (`Plan.transmission`), None to leave it to the
             plans.
@@ -85,6 +87,7 @@ class Conditions:
     batch: int = 0
     fixed_part: float = FIXED
     microbatches: int = 0
+    changes: float = 0.0
     headroom: tuple[Headroom, ...] = ()
     background: bool | None = None
     price: StalenessPrice = field(default_factory=StalenessPrice)
@@ -140,6 +143,7 @@ class Conditions:
             headroom=window.headroom,
             fixed_part=window.fixed_part if math.isfinite(window.fixed_part) else FIXED,
             microbatches=window.microbatches,
+            changes=changes_per_step(readings),
         )
 
     def with_freezes(self, frozen_s: float, freezing: Collection[int], froze: Collection[int]) -> Conditions:

@@ -44,6 +44,9 @@ _OVERLAP = 0.4
 _WAY_S = 2e-4  # Latency of a message both ways, plus a server's processing.
 _PAUSE_S = 0.05  # Half a cgroup period: mean delay of a collective by a starved helper.
 _USUAL_BATCH = 64  # Samples of a batch if unknown; shares are rounded to samples.
+_FOLLOWED_STEPS = 5.0
+"""Steps with batch shares that fit no longer, whenever another rank becomes slow: two reports show it, some are on
+their way, and a change that is soon undone is made after `SHORT` reports only."""
 _USUAL_PARTS = 4  # Micro-batches of a rank in a step if unknown.
 _FEW = 4  # Up to this many kinds of gradients in an update a loop is faster than arrays.
 _SERVED = 0.7
@@ -208,7 +211,12 @@ def _flow(plan: Plan, conditions: Conditions, shared: dict[str, Flow]) -> Flow:
 
 
 def _sync(plan: Plan, conditions: Conditions) -> Flow:
-    times = conditions.times_s * _share_factors(plan, conditions) if plan.uneven else conditions.times_s
+    times = conditions.times_s
+    if plan.uneven:
+        factors = _share_factors(plan, conditions)
+        behind = min(1.0, _FOLLOWED_STEPS * conditions.changes) if plan.balanced else 0.0
+        # Until the shares follow, the slow rank may have the share of the fastest.
+        times = (1.0 - behind) * times * factors + behind * times * float(factors.max())
     steps = times.max(axis=1)
     if plan.steal:
         # Ranks see the times of a step while it runs, so slowness that moves costs no more than slowness that stays.

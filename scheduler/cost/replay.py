@@ -156,22 +156,31 @@ def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
 
 
 def _graced(times: Array, x: int, gap_s: float) -> Flow:
-    """Updates of the first x gradients and of those that follow within the grace; ranks begin each update together.
+    """Updates of the first x gradients and of those that follow within the grace; later ones are dropped.
 
-    A rank that is slow all the time is in none of them, and the grace does not wait for it.
+    A rank whose gradient was dropped begins again with the next update, so one that is slow for some of its batches is
+    missing for as long as those last. The grace is for ranks that work on this update and are not slow all the time.
     """
     usual = _median(times)
-    typical_s = lower_median(usual)
-    quorum_s = np.partition(times, x - 1, axis=1)[:, x - 1]
-    limit_s = quorum_s + _GRACE * typical_s
-    inside = times <= limit_s[:, None]
-    expected = ~always_slow(usual, typical_s)
-    close_s = np.where(inside, times, 0.0).max(axis=1)
-    close_s = np.where((~inside & expected).any(axis=1), limit_s, np.maximum(close_s, quorum_s))
-    steps_s = np.maximum(close_s, gap_s)
-    interval_s = float(steps_s.mean())
-    scatter = float(steps_s.std()) / math.sqrt(len(steps_s)) / max(interval_s, 1e-12)
-    return Flow.fresh(interval_s, float(inside.sum(axis=1).mean()), scatter)
+    typical_s, rows, now_s = lower_median(usual), len(times), 0.0
+    updates = 2 * rows if len(usual) <= _MANY else rows + 3
+    expected, batch, ranks = ~always_slow(usual, typical_s), np.ones(len(usual), dtype=np.int64), np.arange(len(usual))
+    finish_s, fresh = times[0].copy(), np.ones(len(usual), dtype=np.bool_)
+    ends, gradients = np.zeros(updates), np.zeros(updates)
+    for update in range(updates):
+        arrivals = np.sort(finish_s[fresh]) if fresh.any() else np.array([finish_s.min()])
+        quorum_s = max(float(arrivals[min(x, len(arrivals)) - 1]), now_s + gap_s)
+        limit_s = quorum_s + _GRACE * typical_s
+        inside = fresh & (finish_s <= limit_s)
+        close_s = limit_s if (fresh & expected & ~inside).any() else float(finish_s[inside].max(initial=quorum_s))
+        now_s = ends[update] = close_s
+        gradients[update] = np.count_nonzero(inside)
+        fresh = finish_s <= now_s
+        begun = ranks[fresh]
+        finish_s[begun] = now_s + times[batch[begun] % rows, begun]
+        batch[begun] += 1
+    interval_s, scatter = _interval_of(ends)
+    return Flow.fresh(interval_s, max(1.0, float(gradients[_first_steady(updates) :].mean())), scatter)
 
 
 def partial_flow(times: Array, quorums: Sequence[int], fixed_s: float, *, scales: Sequence[float]) -> list[Flow]:

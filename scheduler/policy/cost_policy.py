@@ -13,7 +13,9 @@ fast, the exact one is chosen.
 
 The outcome of a switch is measured (`scheduler.policy.switch_outcome`): a plan with costlier steps than the plan it
 replaced is reverted, and its mode is held back. A switch with a small gain waits until the active plan was measured;
-otherwise its outcome could not be judged.
+otherwise its outcome could not be judged. An active plan that is faster than predicted is compared as measured. A
+relaxed plan is left for one of another family only for a clear gain, because predictions of different families err
+independently, by more than a few percent.
 """
 
 from __future__ import annotations
@@ -93,8 +95,8 @@ _CALM_PARTIAL_STEPS = 96
 _CALM_LOSS = 1.1
 
 _CLEAR, _EARLY_STEPS = 0.85, 40
-"""Predicted time relative to the active plan's below which a switch does not wait for measurements of the active plan,
-and the most steps that other switches wait for them."""
+"""Predicted time relative to the active plan's below which a switch does not wait for measurements of the active plan
+and a relaxed plan is left for another family, and the most steps that other switches wait for measurements."""
 
 
 class CostPolicy:
@@ -162,6 +164,7 @@ class CostPolicy:
         self._waiting: tuple[Prediction, float] | None = None
         self._going: Plan | None = None
         self._uncertain: Prediction | None = None  # Best plan of the last decision for which an exact mode is kept.
+        self._unclear: Prediction | None = None  # The same for a relaxed plan and one of another family.
         self._cold: Plan | None = None  # Best plan of the last decision, not chosen because its servers do not run yet.
         self._warm: set[int] = set()  # Ranks whose servers run or were asked to start.
         self._sets: dict[tuple[int, ...], int] = {}  # Process sets of active plans, with the last step of their use.
@@ -177,7 +180,7 @@ class CostPolicy:
                 raise ValueError(f"the {what} is for {size} ranks; expected {self.world_size}, as in this job")
         self._warm.update(active.servers, self.coming.servers if self.coming is not None else ())
         self._now, self._waiting, self._going, self.coming = (window, active, None), None, None, None
-        self._cold = self._uncertain = None
+        self._cold = self._uncertain = self._unclear = None
         if self.world_size < 2:
             return None
         self._sets.update(dict.fromkeys(active.sets, window.step))
@@ -235,7 +238,8 @@ class CostPolicy:
             if self._ranker is None
             else self._ranker(offered, conditions, window, active)
         )
-        return bounded(_worth_hiding(found, active), conditions)
+        found = bounded(_worth_hiding(found, active), conditions)
+        return _as_measured(found, active, self._check.measured_s(self._factors)) if active.relaxed else found
 
     def watch(self, window: Window, active: Plan) -> None:
         """Record slow and frozen ranks; also called while a switch is under way and nothing is decided."""
@@ -295,12 +299,25 @@ class CostPolicy:
     def _kept(self) -> str:
         """`; ps(1) at 3x as fast as sync, 90 % interval 1.5-3.7, is too uncertain to give up exact steps`, or empty."""
         if self._uncertain is None:
-            return ""
+            return self._kept_relaxed()
         low, high = (1.0 / max(end, 1e-9) for end in reversed(self._uncertain.reported_interval))
         speed = 1.0 / max(self._uncertain.relative, 1e-9)
         return (
             f"; {self._uncertain.plan.label} at {speed:.2g}x as fast as sync, 90 % interval {low:.2g}-{high:.2g}, is "
             "too uncertain to give up exact steps"
+        )
+
+    def _kept_relaxed(self) -> str:
+        """`; ps(grace=1), predicted 2.2x as fast as sync, would have to be 2.4x to be worth a switch`, or empty."""
+        if self._unclear is None or self._now is None:
+            return ""
+        now = next((p for p in self.last if same_plan(p.plan, self._now[1])), None)
+        if now is None:
+            return ""
+        least = 1.0 / max(_CLEAR * now.relative, 1e-9)
+        return (
+            f"; {self._unclear.plan.label}, predicted {1.0 / max(self._unclear.relative, 1e-9):.2g}x as fast as sync, "
+            f"would have to be {least:.2g}x to be worth a switch"
         )
 
     def _beside_servers(self, plan: Plan) -> str:
@@ -324,7 +341,8 @@ class CostPolicy:
         sane = [p for p in sane if p is now or p is sync or not self._held(window, p, now)] or self.last
         if now is not None and not stragglers.frozen:
             self._uncertain = next((p for p in sane if _doubtful(p, now)), None)
-            sane = [p for p in sane if not _doubtful(p, now)]
+            self._unclear = next((p for p in sane if self._gains_little(p, now)), None)
+            sane = [p for p in sane if not _doubtful(p, now) and not self._gains_little(p, now)]
         gain = 0.0 if stragglers.frozen else self._least_gain
         best = _preferred(sane, gain)
         if now is None:
@@ -515,6 +533,12 @@ class CostPolicy:
         # Bounded, because under changing conditions the plan may never be measured.
         return self._check.steps < _EARLY_STEPS and not self._check.measured(now.plan, self._factors.normalized_step)
 
+    def _gains_little(self, one: Prediction, now: Prediction) -> bool:
+        """Whether a plan of another family is better than the active relaxed one, but not clearly."""
+        if one.plan.plain or not now.plan.relaxed or _same_family(now.plan, one.plan):
+            return False
+        return _CLEAR * now.relative <= one.relative < (1.0 - self._least_gain) * now.relative
+
     def _was(self, active: Plan) -> str:
         """`; predicted 1.1x faster than sync, was 0.83x`, for the active plan; empty before it was measured."""
         outcome = self._outcome
@@ -550,6 +574,24 @@ def _doubtful(one: Prediction, now: Prediction) -> bool:
     """Whether a relaxed plan may gain nothing over an active exact one that counters the stragglers."""
     counters = not now.plan.relaxed and not now.plan.plain
     return counters and one.plan.relaxed and one.reported_interval[1] >= now.relative
+
+
+def _as_measured(predictions: list[Prediction], active: Plan, cost_s: float) -> list[Prediction]:
+    """Replace the active plan's prediction by its measured cost per synchronous step, if that is less; the best first.
+
+    What makes a plan costlier than predicted may make the others costlier too; that is left to `OutcomeCheck.judge`.
+    """
+    sync_s = next((one.interval_s for one in predictions if one.plan.plain), math.nan)
+    found = []
+    for one in predictions:
+        part = cost_s / sync_s / one.relative if same_plan(one.plan, active) else 1.0
+        if part < 1.0:
+            one = dataclasses.replace(
+                one, relative=part * one.relative, low=part * one.low, high=part * one.high,
+                interval_s=part * one.interval_s,
+            )  # fmt: skip
+        found.append(one)
+    return sorted(found, key=lambda one: one.relative)
 
 
 def _worth_hiding(predictions: list[Prediction], active: Plan) -> list[Prediction]:

@@ -319,6 +319,22 @@ class OutcomeCheck:
         """Whether there are enough blocks of a plan that are comparable with this normalized step time."""
         return len(self._comparable(self._blocks.get(plan.label, ()), normalized_step)) >= _LEAST_BLOCKS
 
+    def measured_s(self, factors: CostFactors) -> float:
+        """Measured cost of the active plan plus a standard error, seconds per synchronous step of progress.
+
+        Infinite while there are too few blocks.
+
+        Args:
+            factors: Factors of the active plan.
+        """
+        if self._active is None:
+            return math.inf
+        blocks = self._comparable(self._active.blocks, factors.normalized_step)
+        if len(blocks) < _LEAST_BLOCKS or factors.gain * sum(block.steps for block in blocks) < _LEAST_STEPS:
+            return math.inf
+        cost_s, error = _mean(factors.costs_s(blocks))
+        return cost_s * (1.0 + max(error, _ERROR_FLOOR))
+
     @property
     def steps(self) -> int:
         """Updates under the active plan, as of the last window."""

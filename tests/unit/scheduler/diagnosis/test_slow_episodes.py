@@ -1,4 +1,4 @@
-"""Since when ranks are slow, over windows that reach back less far than that, and the sentences that say so."""
+"""Since when ranks are slow, over windows that reach back less far than that, the sentences about it, and changes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from scheduler.diagnosis.slow_episodes import CALM_REPORTS, SlowSince
+from scheduler.diagnosis.slow_episodes import CALM_REPORTS, SlowSince, changes_per_step
+from scheduler.diagnosis.window_stats import Readings
 from scheduler.plan.plan import MODES, Plan
 from scheduler.policy.cost_policy import CostPolicy
 from scheduler.records import Window
 from star_hvd.config import Config
 from tests.support.job_states import Job
-from tests.support.windows import window
+from tests.support.windows import steady, window
 
 DEPTH = 64
 
@@ -120,3 +121,47 @@ def test_log_and_stragglers_keep_the_step(caplog: pytest.LogCaptureFixture) -> N
     assert len(lines) >= 3 and all("slower than the median since step 11 (" in line for line in lines), lines
     assert [straggler.since_step for straggler in job.engine.stragglers] == [11]
 
+
+
+def _changes(spells: Sequence[tuple[int, int, int]], steps: int = 32) -> float:
+    """Changes in `steps` steps of four ranks, of which `rank` is slow from `begin` to before `end`."""
+    times = steady(4, steps)
+    for rank, begin, end in spells:
+        times[begin:end, rank] *= 4.0
+    return round(steps * changes_per_step(Readings.of(window(times))))
+
+
+@pytest.mark.parametrize(
+    ("spells", "expected"),
+    [
+        ([], 0),
+        ([(2, 0, 32)], 0),
+        ([(2, 10, 32), (3, 20, 32)], 0),  # Nobody recovered in between.
+        ([(2, 10, 20)], 0),
+        ([(2, 0, 10), (3, 10, 32)], 1),
+        ([(2, 0, 10), (2, 20, 32)], 1),
+        ([(2, 0, 10), (3, 10, 12), (0, 20, 21)], 0),  # Too short to be followed.
+        ([(r % 4, 4 * r, 4 * r + 4) for r in range(8)], 7),
+    ],
+)
+def test_changes_of_slowness_are_counted(spells: list[tuple[int, int, int]], expected: int) -> None:
+    assert _changes(spells) == expected
+
+
+def test_a_rank_that_recovers_within_the_error_of_its_times_has_recovered() -> None:
+    times = steady(4, 20)
+    times[:5, 0] *= 4.0
+    times[5:, 0] *= 1.45
+    times[5:, 1] *= 4.0
+    assert changes_per_step(Readings.of(window(times[:7]))) == 0.0, "two slow reports are no spell yet"
+    assert [round(end * changes_per_step(Readings.of(window(times[:end])))) for end in (8, 12, 20)] == [1, 1, 1]
+
+
+def test_changes_are_seen_in_a_job_that_has_just_begun_and_of_late_only() -> None:
+    times = steady(4, 64)
+    times[:5, 0] *= 4.0
+    times[5:8, 1] *= 4.0
+    assert changes_per_step(Readings.of(window(times[:8]))) == pytest.approx(1 / 8)
+    assert changes_per_step(Readings.of(window(times[:1]))) == 0.0
+    assert changes_per_step(Readings.of(window(times[:0]))) == 0.0
+    assert changes_per_step(Readings.of(window(times))) == 0.0, "long ago"

@@ -298,7 +298,10 @@ def test_servers_that_are_not_offered_or_placed_elsewhere_are_explained() -> Non
 def test_meanwhile_a_mode_without_a_price_is_taken() -> None:
     """With a slow rank: `partial` at once, servers once their hand-over pays; a subgroup has next to no price."""
     times = steady(4, slow={3: 2.0}, usual_s=0.01)
-    slow = [window(times, comm_bytes=20_000, end=end, allowed=("sync", "partial", "ps")) for end in range(40, 600, 4)]
+    slow = [
+        window(times, comm_bytes=20_000, comm_s=[0.004] * 4, end=end, allowed=("sync", "partial", "ps"))
+        for end in range(40, 600, 4)
+    ]
     policy, ends = CostPolicy(4), []
     plan = Plan.sync(4)
     for one in slow:

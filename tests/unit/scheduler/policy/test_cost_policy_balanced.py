@@ -43,6 +43,22 @@ def test_it_is_offered_where_shard_feeds_the_ranks_and_one_is_slow_all_the_time(
     assert "sync(balanced)" not in found or found["sync(balanced)"].relative > found["partial(3)"].relative
 
 
+def test_shares_that_slowness_outruns_gain_nothing() -> None:
+    """Slow for five steps each: at the first change it is known, and `partial` is taken."""
+    times = steady(4, 20)
+    for step in range(len(times)):
+        times[step, step // 5] *= 4.0
+    policy, active, taken = CostPolicy(4), Plan.sync(4, balanced=True, batch_shares=(4, 24, 24, 24), plan_id=1), []
+    for end in range(5, 10):
+        seen = window(times[:end], batch=19, now_s=0.1 * end)
+        plan = policy.decide(seen, active)
+        taken += [(end, plan.mode)] if plan is not None else []
+        active = plan or active
+    assert taken == [(8, "partial")]
+    found = predict(Plan.sync(4, balanced=True), Conditions.from_window(window(times, batch=19)))
+    assert found.relative > 0.95
+
+
 @pytest.mark.parametrize(("fixed_part", "expected"), [(0.0, 4.0 / 13.0), (0.5, 0.5 + 0.5 / 19)])
 def test_it_is_predicted_as_the_best_shares_make_it(fixed_part: float, expected: float) -> None:
     conditions = _conditions(steady(4, slow={2: 4.0}, jitter=0.0), fixed_part=fixed_part)

@@ -329,3 +329,43 @@ def test_little_is_not_taken_before_the_present_plan_was_measured() -> None:
         times = steady(8, slow={5: 1.45})
         found = policy.decide(window(times, end=step, allowed=("sync", "partial"), now_s=0.1 * step), active)
         assert found is None, "nothing could be compared afterwards"
+
+
+# ---- measured and predicted, compared -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("took_s", [0.05, 0.1])
+def test_the_cost_of_the_active_plan_is_known_after_some_blocks(took_s: float) -> None:
+    job, factors = Training(), CostFactors(0.8, 0.01, 1.0)
+    assert job.check.measured_s(factors) == math.inf
+    job.go(PARTIAL, 8, took_s)
+    assert job.check.measured_s(factors) == math.inf, "too few steps"
+    job.go(PARTIAL, 80, took_s)
+    assert job.check.measured_s(factors) == pytest.approx(took_s / 0.8 + 0.01, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("servers", "took_s", "left"), [(0.55, 0.11, False), (0.50, 0.11, True), (0.40, 0.08, False), (0.33, 0.08, True)]
+)
+def test_a_measured_relaxed_plan_is_left_for_another_family_only_for_a_clear_gain(
+    servers: float, took_s: float, left: bool
+) -> None:
+    """Steps of `sync` take 0.2 s. `partial` is predicted at 0.6 of that and takes `took_s`; then servers get better."""
+
+    def ranker(offered, conditions, win, active):  # type: ignore[no-untyped-def]
+        relative = {"sync": 1.0, "partial": 0.6, "ps": servers if win.step >= 120 else 0.6}
+        return [
+            Prediction(
+                plan=p, relative=relative[p.mode], low=0.3, high=1.1, interval_s=0.2 * relative[p.mode], progress=1.0,
+                drift=0.0, reach=1.0,
+            )
+            for p in (*offered, active)
+            if p.mode != "partial" or p is active
+        ]  # fmt: skip
+
+    policy, active, found = CostPolicy(4, ranker=ranker), Plan.partial(4, 3, plan_id=1), None
+    for step in range(40, 240, 2):
+        seen = window(steady(4, slow={2: 4.0}), end=step, now_s=took_s * step, allowed=("sync", "partial", "ps"))
+        found = found or policy.decide(seen, active)
+    assert (found is not None and found.mode == "ps") == left
+    assert left or "would have to be" in policy.explain()
