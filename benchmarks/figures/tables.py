@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ Rows = Mapping[str, Mapping[str, Any]]
 BEGIN, END = "<!-- figures: begin {} -->", "<!-- figures: end {} -->"
 MARKER = re.compile(r"^<!-- figures: (begin|end) ([\w-]+) -->$", re.MULTILINE)
 OF_COLUMNS = ("straggler_free", "plain", "star")
+SHOWN = ("row", "none slow", "plain Horovod", "`star_hvd`", "ratio", "bound_ratio")  # Columns that are always shown.
 FED = {"sampler": "`DistributedSampler`", "shard": "`hvd.shard`"}
 
 
@@ -49,38 +51,55 @@ def _percent(value: float | None, digits: int = 1) -> str:
 def _training(part: Sequence[str], rows: Rows) -> list[str]:
     """Return the time-to-accuracy table: one line per row, fixed modes in the last column."""
     head = (
-        "row", "cores", "fed: Horovod, `star_hvd`", "to", "none slow", "plain Horovod", "`star_hvd`", "ratio",
-        "bound_ratio", "accuracy, plain", "stale", "others: time, bound_ratio",
+        "row", "scenario", "ranks", "network", "seeds", "cores", "fed (Horovod, `star_hvd`)", "to", "none slow",
+        "plain Horovod", "`star_hvd`", "ratio", "bound_ratio", "accuracy (`star_hvd`, plain)", "largest staleness",
+        "others: time, bound_ratio",
     )  # fmt: skip
-    lines = []
-    for name in part:
-        found = rows[name]["figures"]
-        trained = found["trained"]
-        plain, star = trained.get("plain"), trained.get("star")
-        fixed = [
-            f"`{mode}` {_seconds(one)}, {_ratio(one['bound_ratio'])}"
-            for mode, one in trained.items()
-            if mode not in OF_COLUMNS
-        ]
-        final = [_percent(one["final_accuracy"]) if one else "-" for one in (star, plain)]
-        lines.append((
-            f"{_what(name, found)}, {found['seeds']} {'seed' if found['seeds'] == 1 else 'seeds'}",
-            str(found["cores"]), ", ".join(FED[one["feeding"]] for one in (plain, star) if one),
-            _percent(found["target_accuracy"]),
-            _seconds(trained.get("straggler_free")), _seconds(plain), _seconds(star),
-            _ratio(star and star["ratio"]), _ratio(star and star["bound_ratio"]), ", ".join(final),
-            str(star["max_staleness"]) if star else "-", "; ".join(fixed),
-        ))  # fmt: skip
-    note = "`bound_ratio`: time over that of a job that uses every rank at its own speed."
-    return [*_table(head, lines), "", note]
+    lines = [_trained(name, rows[name]["figures"]) for name in part]
+    head, lines, same = _without_constants(head, lines, SHOWN)
+    notes = [f"In all rows: {same}."] if same else []
+    notes.append("`bound_ratio`: time over that of a job that uses every rank at its own speed.")
+    return [*_table(head, lines), "", "\n".join(notes)]
+
+
+def _trained(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
+    trained = found["trained"]
+    plain, star = trained.get("plain"), trained.get("star")
+    fixed = [
+        f"`{mode}` {_seconds(one)}, {_ratio(one['bound_ratio'])}"
+        for mode, one in trained.items()
+        if mode not in OF_COLUMNS
+    ]
+    final = [_percent(one["final_accuracy"]) if one else "-" for one in (star, plain)]
+    return (
+        f"`{name}`", f"`{found['scenario']}`", str(found["ranks"]), _network(found), str(found["seeds"]),
+        str(found["cores"]), ", ".join(FED[one["feeding"]] for one in (plain, star) if one),
+        _percent(found["target_accuracy"]), _seconds(trained.get("straggler_free")), _seconds(plain), _seconds(star),
+        _ratio(star and star["ratio"]), _ratio(star and star["bound_ratio"]), ", ".join(final),
+        str(star["max_staleness"]) if star else "-", "; ".join(fixed),
+    )  # fmt: skip
+
+
+def _without_constants(
+    head: Sequence[str], lines: Sequence[Sequence[str]], keep: Collection[str]
+) -> tuple[tuple[str, ...], list[tuple[str, ...]], str]:
+    """Take the columns out that are equal in all of several lines, except `keep`; also return these as a sentence."""
+    columns = list(zip(*lines, strict=True))
+    varied = [name in keep or len(lines) < 2 or len(set(own)) > 1 for name, own in zip(head, columns, strict=True)]
+    same = [f"{name} {own[0]}" for name, own, kept in zip(head, columns, varied, strict=True) if not kept and own[0]]
+    shorter = [tuple(itertools.compress(line, varied)) for line in lines]
+    return tuple(itertools.compress(head, varied)), shorter, "; ".join(same)
+
+
+def _network(found: Mapping[str, Any]) -> str:
+    network = "" if found["network"] == "usual" else f" {found['network']}"
+    unit, name_of_unit = (1e3, "kB") if found["model_bytes"] < 1e6 else (1e6, "MB")
+    return f"{found['dataset']}{network}, {found['model_bytes'] / unit:.3g} {name_of_unit}"
 
 
 def _what(name: str, found: Mapping[str, Any]) -> str:
-    network = "" if found["network"] == "usual" else f" {found['network']}"
-    unit, name_of_unit = (1e3, "kB") if found["model_bytes"] < 1e6 else (1e6, "MB")
-    size = f"{found['model_bytes'] / unit:.3g} {name_of_unit}"
     label = f"`{name}`" if name == found["scenario"] else f"`{name}` (`{found['scenario']}`)"
-    return f"{label}, {found['ranks']} ranks, {found['dataset']}{network}, {size}"
+    return f"{label}, {found['ranks']} ranks, {_network(found)}"
 
 
 def _faults(part: Sequence[str], rows: Rows) -> list[str]:

@@ -215,9 +215,20 @@ class TestTables:
             text = render(part, document())
             assert VERSION_LINE.findall(text) == ["abc1234567"] and "2026-01-01" in text
         head, _, line = render("scenarios", document()).splitlines()[:3]
-        assert head.startswith("| row | cores |") and f"| {tta_result()['cores']} |" in line
+        assert head.startswith("| row | scenario | ranks |") and f"| {tta_result()['cores']} |" in line
         assert "| `DistributedSampler`, `hvd.shard` |" in line
         assert "2.71" not in line and "0.40" in line and "1.08" in line  # `star_hvd`: ratio and bound_ratio.
+
+    def test_what_is_the_same_in_all_rows_is_said_once(self) -> None:
+        made = document()
+        other = {**made["rows"]["one-slow"], "figures": {**made["rows"]["one-slow"]["figures"], "scenario": "two-slow"}}
+        made["rows"] |= {"two-slow": other}
+        text = render("scenarios", made)
+        head, _, one, two = text.splitlines()[:4]
+        assert head.startswith("| row | scenario | none slow | plain Horovod | `star_hvd` | ratio | bound_ratio |")
+        assert "| `one-slow` |" in one and "| `two-slow` |" in two and "cores" not in head
+        cores = tta_result()["cores"]
+        assert f"cores {cores}; fed (Horovod, `star_hvd`) `DistributedSampler`, `hvd.shard`; to" in text
 
     def test_deaths_show_what_they_cost(self) -> None:
         killed = {**tta_result(), "killed": 2, "recovery_s": 1.234, "rebuild_s": None, "lost_steps": 3}
