@@ -43,12 +43,15 @@ class StepTimes:
         input_s: Part of `compute_s` spent waiting for data.
         cpu_s: CPU time of the training thread inside `compute_s`.
         runqueue_s: Time the training thread was runnable but not running (Linux schedstat), 0 where unknown.
+        load_s: Least time in which the rank's loading workers can load the batch, 0 where unknown. Where it is longer
+            than `compute_s`, waits for other ranks hide it.
     """
 
     compute_s: float
     input_s: float = 0.0
     cpu_s: float = 0.0
     runqueue_s: float = 0.0
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -332,9 +332,9 @@ class ShardLoader:
         if positions is not None:
             self._next_stock = self._new_stock(positions, ask=True)
 
-    def _note(self, samples: int, input_s: float) -> None:
+    def _note(self, samples: int, input_s: float, load_s: float) -> None:
         run, size = self._run, self._reference_batch()
-        run.note_batch(samples / run.reference_samples, input_s)
+        run.note_batch(samples / run.reference_samples, input_s, load_s)
         for driver in run.drivers.values():
             driver.reporter.note_samples(self._number, samples, size, run.reference_samples)
 

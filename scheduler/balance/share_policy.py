@@ -108,9 +108,9 @@ class SharePolicy:
         """Whether every rank has sent the reports that the quickest decision needs, since its share changed."""
         return self.curves.reports_since_change() >= FIRST
 
-    def note(self, rank: int, samples: int, compute_s: float) -> None:
-        """Record one step of a rank."""
-        self.curves.note(rank, samples, compute_s)
+    def note(self, rank: int, samples: int, compute_s: float, load_s: float = 0.0) -> None:
+        """Record one step of a rank, see `TimeCurves.note`."""
+        self.curves.note(rank, samples, compute_s, load_s)
         if rank == 0:
             self._since += 1
             if self._look > SHORT and self._since > _CALM * self._look:

@@ -1,12 +1,14 @@
 """How long a batch takes each rank, as a function of its size, fitted from observations. Pure.
 
-    t_i(b) = s_i (phi + (1 - phi) b / B_0)
+    t_i(b) = max(s_i (phi + (1 - phi) b / B_0), u_i b / B_0)
 
-s_i is rank i's time for a usual batch of B_0 samples, phi the fraction of it that does not depend on the batch size.
+s_i is rank i's time for a usual batch of B_0 samples, phi the fraction of it that does not depend on the batch size,
+u_i the time in which its workers load such a batch. They load beside the other work and without a fixed part. A small
+batch hides a slow input, so both are reported, and a rank's level is the larger of s_i and u_i.
 Neither a rank's fixed part nor its rate can be known while its batches have only one size. So phi is one number for all
 ranks, 0 until a size changes: the first shares then move less far than the best ones, in the right direction, and that
-change shows phi. The level s_i is a median over the latest reports, so a slow rank's real cost is measured again at
-each size.
+change shows phi. The level is a median over the latest reports, so a slow rank's real cost is measured again at each
+size.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
 __all__ = ["FIRST", "SHORT", "LONG", "TimeCurves", "fixed_part"]
 
@@ -59,7 +62,7 @@ class _Estimate:
 class _Reports:
     """Reports of one rank: sizes relative to the usual one with times, and what the next change is compared with."""
 
-    recent: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=LONG))
+    recent: deque[tuple[float, float, float]] = field(default_factory=lambda: deque(maxlen=LONG))  # The last: loading.
     before: tuple[float, float] | None = None
     since: int = 0  # Reports since the size changed.
     first: _Estimate | None = None  # From the first reports since then; refined by the next ones.
@@ -96,18 +99,25 @@ class TimeCurves:
         """Whether any size has changed yet."""
         return bool(self._fixed)
 
-    def note(self, rank: int, samples: int, compute_s: float) -> None:
-        """Record one step of a rank."""
+    def note(self, rank: int, samples: int, compute_s: float, load_s: float = 0.0) -> None:
+        """Record one step of a rank.
+
+        Args:
+            rank: The rank.
+            samples: Samples of its batch.
+            compute_s: Its time, without waits for data if `load_s` is known.
+            load_s: Least time in which it can load the batch; 0 if unknown.
+        """
         if samples < 1 or not 0.0 < compute_s < math.inf:
             return
         size, reports = samples / self.batch, self._reports[rank]
         if reports.recent and reports.recent[-1][0] != size:
             old = reports.recent[-1][0]
-            times = [time_s for one, time_s in list(reports.recent)[-_BEFORE:] if one == old]
+            times = [time_s for one, time_s, _ in list(reports.recent)[-_BEFORE:] if one == old]
             if not _alike(times):
                 times = times[-FIRST:]
             reports.before, reports.since, reports.first = (old, float(np.median(times))), 0, None
-        reports.recent.append((size, compute_s))
+        reports.recent.append((size, compute_s, load_s))
         reports.since += 1
         if reports.since in (FIRST, SHORT):
             self._estimate(reports)
@@ -118,7 +128,7 @@ class TimeCurves:
         moved = 0.0 if reports.before is None else abs(size - reports.before[0])
         if reports.before is None or moved <= (_MOVED_FAR if count == FIRST else _MOVED):
             return
-        times = [time_s for _, time_s in list(reports.recent)[-count:]]
+        times = [time_s for _, time_s, _ in list(reports.recent)[-count:]]
         if count == FIRST and not _alike(times):
             return
         value = fixed_part(reports.before, (size, float(np.median(times))))
@@ -133,23 +143,29 @@ class TimeCurves:
         return min(reports.since for reports in self._reports)
 
     def levels_s(self, count: int) -> list[float] | None:
-        """s_i of every rank over its last `count` reports; None if a rank has fewer, or they are too few to tell."""
+        """The level of every rank over its last `count` reports; None if one has fewer, or they are too few to tell."""
         if any(len(reports.recent) < count for reports in self._reports):
             return None
-        sizes, times_s = np.array([list(each.recent)[-count:] for each in self._reports]).transpose(2, 0, 1)
+        reports = np.array([list(each.recent)[-count:] for each in self._reports])
+        times_s = reports[:, :, 1]
         if count < SHORT and (times_s.max(axis=1) > _ALIKE * times_s.min(axis=1)).any():
             return None
-        found: list[float] = np.median(times_s / (self.fixed + (1.0 - self.fixed) * sizes), axis=1).tolist()
+        found: list[float] = np.median(self._levels_s(reports), axis=1).tolist()
         return found
+
+    def _levels_s(self, reports: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The level by every report; the last axis holds size, time and loading time."""
+        sizes, times_s, loads_s = np.moveaxis(reports, -1, 0)
+        return np.asarray(np.maximum(times_s / (self.fixed + (1.0 - self.fixed) * sizes), loads_s / sizes))
 
     def scatter(self, count: int) -> float:
         """Relative standard error of a level over `count` reports, of the rank where it is largest.
 
         Estimated from all stored reports: a few of them may be alike by chance.
         """
-        fixed, worst = self.fixed, 0.0
+        worst = 0.0
         for reports in self._reports:
-            times = np.array([t / (fixed + (1.0 - fixed) * size) for size, t in reports.recent])
+            times = self._levels_s(np.array(reports.recent))
             middle = float(np.median(times))
             # 1.4826 MAD is the standard deviation of normal values, 1.25 s / sqrt(n) the error of their median.
             worst = max(worst, 1.85 * float(np.median(np.abs(times - middle))) / middle / math.sqrt(count))

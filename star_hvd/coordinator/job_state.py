@@ -226,7 +226,7 @@ class JobState:
         optimizer = self._optimizer(message.optimizer_id)
         optimizer.arrive(rank, message, now_s)
         if optimizer is self._fed:
-            self.shares.note(rank, message.step, message.times.compute_s)
+            self.shares.note(rank, message.step, message.times)
 
     def _step_note(self, rank: int, message: StepNote, now_s: float) -> None:
         optimizer = self._optimizer(message.optimizer_id)

@@ -21,8 +21,9 @@ from scheduler.stats import lower_median
 __all__ = ["Arrivals", "History", "Losses"]
 
 _Floats = npt.NDArray[np.float64]
+_Scale = Callable[[npt.NDArray[np.int64]], tuple[_Floats, _Floats]]
 
-_COMPUTE, _INPUT, _RUNQUEUE, _WAIT, _CPU, _LATE = range(6)
+_COMPUTE, _INPUT, _RUNQUEUE, _LOAD, _WAIT, _CPU, _LATE = range(7)
 
 _USUAL = 16
 """Reports over which a rank's usual time is taken when it has to be recent."""
@@ -37,7 +38,7 @@ class History:
     """
 
     def __init__(self, world_size: int, depth: int) -> None:
-        self._values = np.zeros((world_size, 6, depth))
+        self._values = np.zeros((world_size, 7, depth))
         self._steps = np.zeros((world_size, depth), dtype=np.int64)
         self._counts = np.zeros(world_size, dtype=np.int64)
         self._depth = depth
@@ -49,8 +50,9 @@ class History:
         values[:, :-1] = values[:, 1:]
         times = report.times
         values[:, -1] = (
-            times.compute_s, times.input_s, times.runqueue_s, report.wait_s, times.cpu_s, float(report.late)
-        )
+            times.compute_s, times.input_s, times.runqueue_s, times.load_s, report.wait_s, times.cpu_s,
+            float(report.late),
+        )  # fmt: skip
         steps[:-1] = steps[1:]
         steps[-1] = report.step
         if self._counts[rank] < self._depth:
@@ -68,7 +70,7 @@ class History:
             StepReport(
                 rank=rank,
                 step=step,
-                times=StepTimes(row[_COMPUTE], row[_INPUT], row[_CPU], row[_RUNQUEUE]),
+                times=StepTimes(row[_COMPUTE], row[_INPUT], row[_CPU], row[_RUNQUEUE], row[_LOAD]),
                 wait_s=row[_WAIT],
                 late=row[_LATE] > 0.0,
             )
@@ -111,13 +113,13 @@ class History:
         link_bytes_per_s: Sequence[float],
         silent_s: Sequence[float],
         comm_s: tuple[float, ...],
-        scale: Callable[[npt.NDArray[np.int64]], _Floats] | None = None,
+        scale: _Scale | None = None,
     ) -> RankTable:
         """Return the reports as the ranks of a window; later reports do not change it.
 
         If most ranks wait for a processor, there are fewer cores than ranks or other programs use them: a rank without
         a core for a moment is not slow, and no mode would help. Those waits are then subtracted. If a single rank
-        waits, it is starved, and its waits are kept.
+        waits, it is starved, and its waits are kept. A rank's time is at least that in which it can load a batch.
 
         Args:
             oversubscribed_share: Median share of waits for a processor above which they are subtracted.
@@ -125,16 +127,13 @@ class History:
             link_bytes_per_s: Rate of every rank's link, NaN if unknown.
             silent_s: Time since each rank's last message.
             comm_s: Recent times of the job's communication, without waiting for others.
-            scale: Returns, for every rank and step, the time of a usual batch over the time of the actual batch.
+            scale: Returns, for every rank and step, the time of a usual batch over the time of the actual batch, for
+                computing and for loading.
         """
-        sums = self._values[:, : _RUNQUEUE + 1].sum(axis=2)
-        total_s = sums[:, _COMPUTE]
-        waiting, queueing = (_share(sums[:, index], total_s) for index in (_INPUT, _RUNQUEUE))
-        compute_s = self._values[:, _COMPUTE].copy()
-        if lower_median(queueing) > oversubscribed_share:
-            compute_s -= self._values[:, _RUNQUEUE]
-        if scale is not None:
-            compute_s *= scale(self._steps)
+        queueing = _share(self._values[:, _RUNQUEUE].sum(axis=1), self._values[:, _COMPUTE].sum(axis=1))
+        queued_s = self._values[:, _RUNQUEUE] if lower_median(queueing) > oversubscribed_share else np.zeros(1)
+        compute_s, input_s = self._of_usual_batches(self._values[:, _COMPUTE] - queued_s, scale)
+        waiting = _share(input_s.sum(axis=1), (compute_s + queued_s).sum(axis=1))
         return RankTable(
             compute_s=compute_s,
             steps=self._steps.copy(),
@@ -146,6 +145,18 @@ class History:
             silent_s=np.array(silent_s, dtype=np.float64),
             comm_s=[comm_s] * len(self),
         )
+
+    def _of_usual_batches(self, compute_s: _Floats, scale: _Scale | None) -> tuple[_Floats, _Floats]:
+        """Return the times that usual batches would have taken, and how much of them is input; at least the loading."""
+        input_s, load_s = self._values[:, _INPUT], self._values[:, _LOAD]
+        if scale is not None:
+            computing, loading = scale(self._steps)
+            # Where loading is known it replaces the waits: those of a small batch show nothing of a usual one.
+            waited_s = np.where(load_s > 0.0, 0.0, input_s)
+            compute_s = computing * np.maximum(0.0, compute_s - input_s + waited_s)
+            input_s, load_s = computing * waited_s, loading * load_s
+        hidden_s = np.where(load_s > 0.0, np.maximum(0.0, load_s - compute_s), 0.0)
+        return compute_s + hidden_s, input_s + hidden_s
 
 
 def _share(part_s: _Floats, total_s: _Floats) -> _Floats:

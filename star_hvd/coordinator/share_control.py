@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from scheduler.balance.share_policy import SharePolicy, share_sentence
 from scheduler.plan.plan import Plan
+from scheduler.records import StepTimes
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import LeaseAsk
 from star_hvd.channel.messages.shares import EPOCH_START, MemoryLimit, ShareOrder, ShareProposal, ShareReady
@@ -245,15 +246,16 @@ class ShareControl:
             self._policy = SharePolicy(self._world_size, self.state.batch)
         return self._policy
 
-    def note(self, rank: int, step: int, compute_s: float) -> None:
-        """Take in a rank's time of a step."""
+    def note(self, rank: int, step: int, times: StepTimes) -> None:
+        """Take in a rank's times of a step."""
         if self.policy is None:
             self._warm.add(rank)
         elif rank in self._warm:
-            self.policy.note(rank, self.state.samples(rank, step), compute_s)
+            own_s = times.compute_s - times.input_s if times.load_s else times.compute_s
+            self.policy.note(rank, self.state.samples(rank, step), own_s, times.load_s)
         else:
             self._warm.add(rank)
-            self.policy.note_first(rank, compute_s)
+            self.policy.note_first(rank, max(times.compute_s, times.load_s))
 
     def tick(self, plan: Plan, now_s: float, *, even: bool = False) -> None:
         """Propose other shares if the plan in force or the measured times call for them.
@@ -297,11 +299,14 @@ class ShareControl:
         """Part of a rank's time that does not depend on its batch; NaN until a change of size has shown it."""
         return self.policy.curves.fixed if self.policy is not None and self.policy.curves.known else math.nan
 
-    def scale(self, steps: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return the time of a usual batch over that of the batches of these steps, shape (n_ranks, n_steps)."""
+    def scale(self, steps: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+        """Return the time of a usual batch over that of the batches of these steps, for computing and for loading.
+
+        Loading has no fixed part. Both have shape (n_ranks, n_steps).
+        """
         fixed = self.policy.curves.fixed if self.policy is not None else 0.0
         ratio = self.state.all_samples(steps) / max(1, self.state.batch)
-        return np.asarray(1.0 / (fixed + (1.0 - fixed) * ratio))
+        return np.asarray(1.0 / (fixed + (1.0 - fixed) * ratio)), np.asarray(1.0 / np.maximum(ratio, 1e-9))
 
     def _wanted(self, plan: Plan, now_s: float, *, even: bool) -> tuple[int, ...] | None:
         """Return the shares to propose, None to keep those in force."""

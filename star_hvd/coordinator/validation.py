@@ -83,7 +83,7 @@ FROM_RANKS: tuple[type[Message], ...] = (
 )
 _MAX_AHEAD = 1 << 16  # Steps between two reports of a rank, which reports every step within 0.1 s.
 _MAX_OPTIMIZERS = 1 << 20  # Made by a job one after another.
-_TIMES = frozenset({"compute_s", "input_s", "cpu_s", "runqueue_s", "previous_wait_s", "comm_s"})
+_TIMES = frozenset({"compute_s", "input_s", "cpu_s", "runqueue_s", "load_s", "previous_wait_s", "comm_s"})
 _TIMES_OF: dict[type[Message], tuple[tuple[str, Callable[[Any], float]], ...]] = {
     cls: tuple(
         (name, operator.attrgetter(name))

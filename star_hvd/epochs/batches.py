@@ -21,8 +21,9 @@ __all__ = ["SOON_S", "LeasedBatches", "Leases", "Note", "StreamBatches"]
 SOON_S = 0.25  # An answer takes milliseconds; a rank that waits longer becomes inactive, since it gives no gradient.
 _ORDER_S = 5.0  # Longest wait for equal batch shares once they are needed; the order takes milliseconds.
 
-Note = Callable[[int, float], None]
-"""Called with the number of samples of a batch and the seconds it was waited for, before the training loop gets it."""
+Note = Callable[[int, float, float], None]
+"""Called before the training loop gets a batch, with its number of samples, the seconds it was waited for, and the
+fewest in which the rank can load it, 0 if unknown."""
 
 
 class Leases:
@@ -108,7 +109,8 @@ class LeasedBatches:
             found = feeder.next(lambda number: stock.take(number, run.steps_made()))
             if found is not None:
                 batch, data = found
-                self._note(order.samples(batch.spans), time.monotonic() - began_s)
+                samples = order.samples(batch.spans)
+                self._note(samples, time.monotonic() - began_s, feeder.pace_s(samples))
                 if self._shares is not None:
                     self._note_delivery(stock.delivered - 1)
                 yield from self._whole_or_parts(batch, data)
@@ -201,7 +203,7 @@ class StreamBatches:
             if not self.leases.more() or self._run.client.begin_batch(stock) is None:
                 return  # The loaded batch becomes the first one of the next epoch.
             data = stream.take()
-            self._note(stream.samples(data), time.monotonic() - began_s)
+            self._note(stream.samples(data), time.monotonic() - began_s, 0.0)
             yield data
             began_s = time.monotonic()
         stock.end()  # This rank's share is used up; the others continue.

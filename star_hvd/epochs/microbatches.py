@@ -63,7 +63,7 @@ class LeasedMicrobatches:
             began_s, part = time.monotonic(), stock.take()
             data = self._load(part)
             samples = sum(stop - start for start, stop in part.spans)
-            self._note(samples, time.monotonic() - began_s)
+            self._note(samples, time.monotonic() - began_s, 0.0)
             run.in_hand = MicrobatchInHand(samples, run.reference_samples, self._await_part, stock.own_part)
             yield data
 

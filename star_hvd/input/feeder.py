@@ -5,7 +5,8 @@ exhausted while nothing is in stock; torch then delivers the batches in progress
 worker processes are kept for that in any case; if the user did not request persistent workers they end with the epoch.
 
 A delivered batch is identified by the order or, where batches may overtake each other (`in_order=False`), by a number
-that travels with the indices and comes back beside the collated batch.
+that travels with the indices and comes back beside the collated batch. The time in which a worker loaded the batch
+comes back too: a rank whose input is slow waits for nothing while its batches are small, and must not look fast then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import functools
 import logging
 import multiprocessing
+import statistics
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,6 +52,9 @@ _OPTIONS = (
 )
 _IN_THREAD = ("collate_fn", "pin_memory", "pin_memory_device")  # Options that a loader without workers accepts.
 
+_PACE_BATCHES = 16  # Batches whose mean loading time is a rank's pace.
+_OUTLIER = 4.0  # A batch counts as at most so many times the median one: a worker's first includes what is done once.
+
 
 def loader_options(loader: DataLoader[Any]) -> dict[str, Any]:
     """Return a DataLoader's options as keyword arguments, except data set, batches and sampler."""
@@ -69,13 +75,16 @@ class Feeder:
         self._persistent = bool(options.get("persistent_workers")) or not options.get("num_workers")
         self.in_order = bool(options.get("in_order", True))
         self.collates_by_default = options.get("collate_fn") in (None, default_collate)
-        self._sampler = _Sampler(numbered=not self.in_order)
-        if not self.in_order:
+        forks = bool(options.get("num_workers")) and _start_method(options.get("multiprocessing_context")) == "fork"
+        # Workers of other start methods would have to import this package.
+        self._numbered = forks or not self.in_order
+        self._sampler = _Sampler(numbered=self._numbered)
+        if self._numbered:
             self._options["collate_fn"] = _Numbering(options.get("collate_fn") or default_collate)
         if options.get("num_workers"):
             self._options["persistent_workers"] = True
-            if _start_method(options.get("multiprocessing_context")) == "fork":
-                warn_of_forks()
+        if forks:
+            warn_of_forks()
         if options.get("generator") is not None:  # A copy: it also seeds the user's sampler, equally on all ranks.
             self._options["generator"] = torch.Generator().set_state(options["generator"].get_state())
         self._dataset = dataset
@@ -86,6 +95,15 @@ class Feeder:
         workers, prefetch = self._loader.num_workers, self._loader.prefetch_factor or 0
         self.ahead = workers * prefetch + 1 if workers else 0  # One batch more than the workers load ahead.
         self._sampler.workers = workers
+        self._paces_s: deque[float] = deque(maxlen=_PACE_BATCHES)  # Seconds per sample of the latest batches.
+
+    def pace_s(self, samples: int) -> float:
+        """Return the least seconds between two batches of so many samples that the workers can load; 0 if unknown."""
+        workers = self._sampler.workers
+        if not workers or len(self._paces_s) < min(_PACE_BATCHES, 2 * workers):
+            return 0.0
+        most_s = _OUTLIER * statistics.median(self._paces_s)
+        return samples * statistics.fmean(min(pace_s, most_s) for pace_s in self._paces_s) / workers
 
     def _make(self) -> DataLoader[Any]:
         return DataLoader(self._dataset, batch_sampler=self._sampler, **self._options)
@@ -111,7 +129,10 @@ class Feeder:
                 if on_their_way and self.in_order:
                     on_their_way.popleft()
                 raise
-            number, data = (on_their_way.popleft(), data) if self.in_order else (data.number, data.batch)
+            if self._numbered:
+                self._paces_s.append(data.load_s / max(1, data.samples))
+            number = on_their_way.popleft() if self.in_order else data.number
+            data = data.batch if self._numbered else data
             batch = begin(number)
             if batch is not None:
                 return batch, data
@@ -123,7 +144,7 @@ class Feeder:
             self._direct = DataLoader(self._dataset, batch_sampler=self._direct_indices, **options)
         self._direct_indices[:] = [indices]
         data = next(iter(self._direct))
-        return data if self.in_order else data.batch
+        return data.batch if self._numbered else data
 
     def start(self) -> None:
         """Request batches again after a time in which nothing was in stock; none are in progress."""
@@ -205,9 +226,9 @@ def warn_of_forks() -> None:
         )
 
 
-# ---- batches that overtake each other ---------------------------------------------------------------------------
+# ---- batches with their numbers and loading times ----------------------------------------------------------------
 
-_number = 0  # In a worker process: number of the batch being loaded, one at a time.
+_number, _began_s = 0, 0.0  # In a worker process: number of the batch being loaded, one at a time, and since when.
 
 
 class _Numbered(list[Any]):
@@ -223,26 +244,27 @@ class _Numbered(list[Any]):
 
 
 def _arrive(number: int, indices: list[Any]) -> list[Any]:
-    global _number
-    _number = number
+    global _number, _began_s
+    _number, _began_s = number, time.monotonic()
     return indices
 
 
 class _Numbering:
-    """A collate function that returns the batch together with its number."""
+    """A collate function that returns the batch together with its number and loading time."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> _Loaded:
-        return _Loaded(_number, self._collate(samples))
+        batch = self._collate(samples)
+        return _Loaded(_number, batch, len(samples), time.monotonic() - _began_s)
 
 
 class _Loaded:
-    """A batch and its number."""
+    """A batch, its number and its number of samples, and the seconds that loading it took."""
 
-    def __init__(self, number: int, batch: Any) -> None:
-        self.number, self.batch = number, batch
+    def __init__(self, number: int, batch: Any, samples: int, load_s: float) -> None:
+        self.number, self.batch, self.samples, self.load_s = number, batch, samples, load_s
 
     def pin_memory(self) -> _Loaded:
         """Called by the loader, which pins objects other than tensors and containers by this method."""

@@ -370,12 +370,18 @@ class Runtime:
         for driver in self.drivers.values():
             driver.catch_up()
 
-    def note_batch(self, weight: float, input_s: float) -> None:
-        """Note a batch that the loader hands out: its weight, and how long the training thread waited for it."""
+    def note_batch(self, weight: float, input_s: float, load_s: float = 0.0) -> None:
+        """Note a batch that the loader hands out.
+
+        Args:
+            weight: Its weight.
+            input_s: How long the training thread waited for it.
+            load_s: Least time in which this rank can load it beside its other work, 0 if unknown.
+        """
         self.batch_weights = [*self.batch_weights[-63:], weight]
         self._weighed = math.nan
         for driver in self.drivers.values():
-            driver.timer.add_input(input_s)
+            driver.timer.add_input(input_s, load_s)
 
     def weigh(self, count: float) -> None:
         """Note that the loss of the current batch, or micro-batch, is a mean over `count` items."""

@@ -2,6 +2,8 @@
 
 A blocking all-reduce makes wall time equal on all ranks, and a waiting rank may even look busier than the slow one. So
 the clock stops when the rank's own gradient is complete, and time inside the user's own collectives is excluded.
+Loading that is hidden behind waits for other ranks delays no step, but limits how fast the rank can be; so it is
+reported beside.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class StepTimer:
         self._queue: _RunQueue | None = None
         self._thread = 0
         self._outside_s = 0.0
-        self._input_s = 0.0
+        self._input_s = self._load_s = 0.0
         self._began_s = time.monotonic()
         self._began_cpu_s = 0.0
         self._began_queue_s = 0.0
@@ -58,7 +60,7 @@ class StepTimer:
                 self._queue.close()
             self._queue, self._thread = _RunQueue(), threading.get_ident()
         assert self._queue is not None
-        self._outside_s = self._input_s = 0.0
+        self._outside_s = self._input_s = self._load_s = 0.0
         self._began_s, self._began_cpu_s = time.monotonic(), time.thread_time()
         self._began_queue_s = self._queue.read_s()
 
@@ -71,9 +73,15 @@ class StepTimer:
         """Exclude time spent in the user's own collectives or waiting for an epoch to end."""
         self._outside_s += seconds
 
-    def add_input(self, seconds: float) -> None:
-        """Count time spent waiting for data; it stays part of the compute time."""
+    def add_input(self, seconds: float, load_s: float = 0.0) -> None:
+        """Count time spent waiting for data, which stays part of the compute time.
+
+        Args:
+            seconds: That time.
+            load_s: Least time in which the data can be loaded beside the other work.
+        """
         self._input_s += seconds
+        self._load_s += load_s
 
     def stop(self) -> StepTimes:
         """Return the times of the step: the rank's own gradient is complete."""
@@ -84,4 +92,5 @@ class StepTimer:
             input_s=self._input_s,
             cpu_s=max(0.0, time.thread_time() - self._began_cpu_s) if same else 0.0,
             runqueue_s=max(0.0, self._queue.read_s() - self._began_queue_s) if same else 0.0,
+            load_s=self._load_s,
         )

@@ -318,7 +318,7 @@ def test_a_pass_ends_when_its_device_has_computed_it_not_when_its_kernels_are_qu
 
         run.client = SimpleNamespace(await_microbatch=await_microbatch)
         stock, order, feeder = stock_of_two(), cast(Any, SimpleNamespace(indices=None)), cast(Any, Feeding())
-        parts = iter(LeasedMicrobatches(run, stock, order, feeder, 1, lambda samples, seconds: None))
+        parts = iter(LeasedMicrobatches(run, stock, order, feeder, 1, lambda *_: None))
         device.finish()
         bucket.flat.fill_(2.0)  # Something else: no pass is under way.
         assert next(parts) == "data" and left == [1] and stock.at_work

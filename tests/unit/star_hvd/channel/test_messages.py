@@ -126,13 +126,13 @@ def test_junk_in_the_right_frame(kind: Any, fields: list[Any], version: int) -> 
 
 def test_a_record_inside_a_message_is_sent_flat() -> None:
     """Ranks of another release read it where they expect it."""
-    times = StepTimes(0.4, 0.1, 0.2, 0.3)
+    times = StepTimes(0.4, 0.1, 0.2, 0.3, 0.6)
     assert msgpack.unpackb(encode(messages.Arrive(2, 7, 1, times, 0.5))) == [
-        1, "arrive", 2, 7, 1, 0.4, 0.1, 0.2, 0.3, 0.5
+        1, "arrive", 2, 7, 1, 0.4, 0.1, 0.2, 0.3, 0.6, 0.5
     ]  # fmt: skip
-    assert decode(msgpack.packb([1, "late", 2, 7, 1, 1, 0, 0, 0])) == messages.Late(2, 7, 1, StepTimes(1.0))
+    assert decode(msgpack.packb([1, "late", 2, 7, 1, 1, 0, 0, 0, 0])) == messages.Late(2, 7, 1, StepTimes(1.0))
     assert wire_fields("late")[3:] == tuple(
-        (f"times.{name}", "float") for name in ("compute_s", "input_s", "cpu_s", "runqueue_s")
+        (f"times.{name}", "float") for name in ("compute_s", "input_s", "cpu_s", "runqueue_s", "load_s")
     )
 
 

@@ -87,3 +87,34 @@ def test_usual_times_of_full_histories() -> None:
         for rank in range(3):
             history.append(StepReport(rank=rank, step=step, times=StepTimes(float((rank + 1) * (step % 16)))))
     assert history.usual_s() == pytest.approx([7.5, 15.0, 22.5])
+
+
+def _table(history: History, factors: tuple[float, float] | None = None) -> tuple[list[float], float]:
+    """The last rank's times and input share; computing and loading of usual batches take `factors` of the reported."""
+    table = history.table(
+        oversubscribed_share=1.0, starved_share=[0.0], link_bytes_per_s=[1.0], silent_s=[0.0], comm_s=(),
+        scale=None if factors is None else lambda steps: tuple(np.full(steps.shape, each) for each in factors),
+    )  # fmt: skip
+    stats = next(iter(table))
+    return list(stats.compute_s), stats.input_share
+
+
+@pytest.mark.parametrize(
+    ("times", "factors", "compute_s", "input_share"),
+    [
+        (StepTimes(1.0, 0.4), None, 1.0, 0.4),
+        (StepTimes(1.0, 0.4, load_s=0.8), None, 1.0, 0.4),
+        (StepTimes(1.0, 0.0, load_s=3.0), None, 3.0, 2 / 3),  # Hidden behind a wait for other ranks.
+        (StepTimes(1.0, 0.4), (1.5, 4.0), 1.5, 0.4),  # Loading is unknown.
+        (StepTimes(1.0, 0.4, load_s=0.8), (1.5, 4.0), 3.2, 2.3 / 3.2),  # The batch was a quarter of a usual one.
+        (StepTimes(1.0, 0.4, load_s=0.1), (1.5, 4.0), 0.9, 0.0),
+    ],
+)
+def test_a_rank_is_no_faster_than_its_loading(
+    times: StepTimes, factors: tuple[float, float] | None, compute_s: float, input_share: float
+) -> None:
+    history = History(1, 8)
+    for step in range(3):
+        history.append(StepReport(rank=0, step=step, times=times))
+    found_s, share = _table(history, factors)
+    assert found_s == pytest.approx([compute_s] * 3) and share == pytest.approx(input_share)

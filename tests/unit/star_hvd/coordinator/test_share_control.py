@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.plan.plan import Plan
+from scheduler.records import StepTimes
 from scheduler.rules.runs import Span, without
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn, flat
@@ -459,8 +460,8 @@ def test_shares_follow_the_reports() -> None:
     control.tick(plan, 0.0)
     _answers(control, sent)
     for step in range(5, 20):
-        control.note(0, step, 1.0)
-        control.note(1, step, 3.0)
+        control.note(0, step, StepTimes(1.0))
+        control.note(1, step, StepTimes(3.0))
     control.tick(plan, 1.0)
     assert sent[-1] == ShareProposal(0, 2, [15, 5])
     _answers(control, sent)
@@ -535,4 +536,28 @@ def test_times_of_a_window_are_those_of_equal_batches() -> None:
     steps = np.array([[4, 5, 6]] * 2)
     assert control.state.all_samples(steps).tolist() == [[10, 15, 15], [10, 5, 5]]
     times = np.array([[1.0, 1.5, 1.5], [3.0, 1.5, 1.5]])
-    assert np.allclose(times * control.scale(steps), [[1.0] * 3, [3.0] * 3])
+    computing, loading = control.scale(steps)
+    assert np.allclose(times * computing, [[1.0] * 3, [3.0] * 3])
+    assert np.allclose(loading, [[1.0, 10 / 15, 10 / 15], [1.0, 2.0, 2.0]])
+
+
+def test_a_rank_with_slow_input_keeps_its_small_share_though_it_waits_for_nothing_then() -> None:
+    """Rank 1 loads a sample in 0.4 s and computes like rank 0, half of its time for any batch."""
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.state.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
+    plan, told = Plan.sync(2, balanced=True), 0
+    for step in range(60):
+        for rank in range(2):
+            samples = control.state.samples(rank, step)
+            own_s, load_s = 0.5 + 0.05 * samples, 0.4 * samples if rank else 0.01 * samples
+            waited_s = max(0.0, load_s - max(own_s, 1.2))  # An own step or the wait for the other rank hides loading.
+            control.note(rank, step, StepTimes(own_s + waited_s, waited_s, load_s=load_s))
+        control.tick(plan, float(step))
+        if len(sent) > told:
+            _answers(control, sent)
+            told = len(sent)
+    assert control.state.shares[1] <= 3
+    assert sum(shares != (10, 10) for _, shares, _ in control.changes) <= 3, "the shares do not flap"
+    assert control.policy is not None
+    assert control.policy.curves.levels_s(5) == pytest.approx([1.0, 4.0], rel=0.01)

@@ -1,10 +1,11 @@
-"""A Horovod with which forked workers can hang is warned of, where workers are forked."""
+"""How fast the workers load, and the warning of a Horovod with which forked ones can hang."""
 
 from __future__ import annotations
 
 import logging
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from star_hvd.input import feeder
+from star_hvd.input.lease_stock import Batch
+
+SAMPLES = 4
 
 
 @pytest.fixture
@@ -55,3 +59,62 @@ def test_the_program_may_still_choose_how_processes_start() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120.0)
     assert done.returncode == 0, done.stderr
+
+
+class _Slow(torch.utils.data.Dataset[torch.Tensor]):
+    """Each sample takes `load_s` to load."""
+
+    def __init__(self, load_s: float) -> None:
+        self.load_s = load_s
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.load_s)
+        return torch.tensor(float(index))
+
+    def __len__(self) -> int:
+        return 4000
+
+
+class _Stock:
+    """A stock that never ends; a batch is its number's samples."""
+
+    batch = in_stock = SAMPLES
+
+    def __init__(self) -> None:
+        self.formed = 0
+
+    def form(self) -> Batch:
+        self.formed += 1
+        start = SAMPLES * (self.formed - 1)
+        return Batch(self.formed - 1, ((start, start + SAMPLES),))
+
+
+def _batches(found: feeder.Feeder, count: int) -> list[Any]:
+    stock: Any = _Stock()
+    found.begin(stock, lambda start, stop: list(range(start, stop)))
+    found.start()
+    taken = [found.next(lambda number: Batch(number, ())) for _ in range(count)]
+    numbered = {batch.number: data for batch, data in taken}  # type: ignore[misc]
+    assert len(numbered) == count and (list(numbered) == list(range(count)) or not found.in_order)
+    return [numbered[number] for number in sorted(numbered)]
+
+
+@pytest.mark.parametrize("options", [{}, {"pin_memory": False, "in_order": False}, {"collate_fn": torch.stack}])
+def test_the_pace_of_the_workers_is_measured_in_them(options: dict[str, Any]) -> None:
+    """Nobody waits for a batch here for long; what is measured is at least what the samples take, over two workers."""
+    load_s, made = 2e-3, feeder.Feeder(_Slow(2e-3), {"num_workers": 2, **options})
+    assert made.pace_s(SAMPLES) == 0.0
+    batches = _batches(made, 24)
+    assert batches[0].tolist() == [0.0, 1.0, 2.0, 3.0]
+    pace_s = made.pace_s(SAMPLES)
+    assert pace_s >= SAMPLES * load_s / 2
+    assert made.pace_s(2 * SAMPLES) == pytest.approx(2.0 * pace_s)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1, "multiprocessing_context": "spawn"}])
+def test_without_forked_workers_the_pace_is_unknown(options: dict[str, Any]) -> None:
+    """Without workers the training thread loads, which is timed there; spawned ones would have to import `star_hvd`."""
+    made = feeder.Feeder(_Slow(0.0), options)
+    if not options:
+        _batches(made, 8)
+    assert made.pace_s(SAMPLES) == 0.0
