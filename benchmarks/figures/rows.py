@@ -195,6 +195,8 @@ ROWS: tuple[Row, ...] = (
     _exact("one-slow"),
     _exact("two-slow"),
     _exact("rotating", "--microbatches=4"),
+    replace(_exact("trace", "--microbatches=4", "--seeds=1"), trace_seed=1),
+    _exact("slow-input"),
     replace(
         _training("rotating-steal", "exact", "--scenario=rotating", "--mode=sync(steal)", "--microbatches=4"),
         mode="sync(steal)",

@@ -1,10 +1,10 @@
 """How long a batch takes each rank, as a function of its size, fitted from observations. Pure.
 
-    t_i(b) = max(s_i (phi + (1 - phi) b / B_0), u_i b / B_0)
+    t_i(b) = max(s_i (phi + (1 - phi) b / B_0), l_i b / B_0)
 
 s_i is rank i's time for a usual batch of B_0 samples, phi the fraction of it that does not depend on the batch size,
-u_i the time in which its workers load such a batch. They load beside the other work and without a fixed part. A small
-batch hides a slow input, so both are reported, and a rank's level is the larger of s_i and u_i.
+l_i the time in which its workers load such a batch. They load beside the other work and without a fixed part. A small
+batch hides a slow input, so both are reported, and a rank's level is the larger of s_i and l_i.
 Neither a rank's fixed part nor its rate can be known while its batches have only one size. So phi is one number for all
 ranks, 0 until a size changes: the first shares then move less far than the best ones, in the right direction, and that
 change shows phi. The level is a median over the latest reports, so a slow rank's real cost is measured again at each

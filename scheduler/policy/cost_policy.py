@@ -308,7 +308,7 @@ class CostPolicy:
         )
 
     def _kept_relaxed(self) -> str:
-        """`; ps(grace=1), predicted 2.2x as fast as sync, would have to be 2.4x to be worth a switch`, or empty."""
+        """`; ps(grace=1), predicted 2.20x as fast as sync, would have to be 2.40x to be worth a switch`, or empty."""
         if self._unclear is None or self._now is None:
             return ""
         now = next((p for p in self.last if same_plan(p.plan, self._now[1])), None)
@@ -316,8 +316,8 @@ class CostPolicy:
             return ""
         least = 1.0 / max(_CLEAR * now.relative, 1e-9)
         return (
-            f"; {self._unclear.plan.label}, predicted {1.0 / max(self._unclear.relative, 1e-9):.2g}x as fast as sync, "
-            f"would have to be {least:.2g}x to be worth a switch"
+            f"; {self._unclear.plan.label}, predicted {1.0 / max(self._unclear.relative, 1e-9):.2f}x as fast as sync, "
+            f"would have to be {least:.2f}x to be worth a switch"
         )
 
     def _beside_servers(self, plan: Plan) -> str:

@@ -30,6 +30,7 @@ time of a change that was given up."""
 
 _EVERY_S, _MANY = 0.1, 64  # Between two checks of the times; longer with more ranks, as their medians take longer.
 _AGAIN_S = 0.2  # Pause behind a refused proposal; one may come at a bad moment, between two epochs for example.
+_LEAST_S = 1e-6  # Least own time of a rank in a step.
 _KEPT = 256  # Changes whose first step is remembered.
 
 
@@ -251,7 +252,8 @@ class ShareControl:
         if self.policy is None:
             self._warm.add(rank)
         elif rank in self._warm:
-            own_s = times.compute_s - times.input_s if times.load_s else times.compute_s
+            # Where loading is known it replaces the waits, which are 0 where the batches are small.
+            own_s = max(_LEAST_S, times.compute_s - times.input_s) if times.load_s else times.compute_s
             self.policy.note(rank, self.state.samples(rank, step), own_s, times.load_s)
         else:
             self._warm.add(rank)
