@@ -228,7 +228,7 @@ def warn_of_forks() -> None:
 
 # ---- batches with their numbers and loading times ----------------------------------------------------------------
 
-_number, _began_s = 0, 0.0  # In a worker process: number of the batch being loaded, one at a time, and since when.
+_number, _size, _began_s = 0, 0, 0.0  # In a worker process: the batch being loaded, its samples, and since when.
 
 
 class _Numbered(list[Any]):
@@ -237,27 +237,27 @@ class _Numbered(list[Any]):
     def __init__(self, number: int, indices: list[Any]) -> None:
         super().__init__(indices)
         self._arrived = number
-        _arrive(number, [])  # Without workers the batch is loaded here, immediately.
+        _arrive(number, indices)  # Without workers the batch is loaded here, immediately.
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _arrive, (self._arrived, list(self))
 
 
 def _arrive(number: int, indices: list[Any]) -> list[Any]:
-    global _number, _began_s
-    _number, _began_s = number, time.monotonic()
+    global _number, _size, _began_s
+    _number, _size, _began_s = number, len(indices), time.monotonic()
     return indices
 
 
 class _Numbering:
     """A collate function that returns the batch together with its number and loading time."""
 
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, samples: list[Any]) -> _Loaded:
-        batch = self._collate(samples)
-        return _Loaded(_number, batch, len(samples), time.monotonic() - _began_s)
+    def __call__(self, samples: Any) -> _Loaded:
+        batch = self._collate(samples)  # Of any type: `__getitems__` of the data set may return something else.
+        return _Loaded(_number, batch, _size, time.monotonic() - _began_s)
 
 
 class _Loaded:

@@ -111,6 +111,25 @@ def test_the_pace_of_the_workers_is_measured_in_them(options: dict[str, Any]) ->
     assert made.pace_s(2 * SAMPLES) == pytest.approx(2.0 * pace_s)
 
 
+class _Whole(torch.utils.data.Dataset[Any]):
+    """Loads a batch at once, as one object without a length."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return iter(indices)
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("torch asks for whole batches")
+
+    def __len__(self) -> int:
+        return 4000
+
+
+def test_a_data_set_may_load_whole_batches_of_any_type() -> None:
+    made = feeder.Feeder(_Whole(), {"num_workers": 1, "collate_fn": lambda batch: torch.tensor(list(batch))})
+    assert [batch.tolist() for batch in _batches(made, 3)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    assert made.pace_s(SAMPLES) > 0.0
+
+
 @pytest.mark.parametrize("options", [{}, {"num_workers": 1, "multiprocessing_context": "spawn"}])
 def test_without_forked_workers_the_pace_is_unknown(options: dict[str, Any]) -> None:
     """Without workers the training thread loads, which is timed there; spawned ones would have to import `star_hvd`."""
