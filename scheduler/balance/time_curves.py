@@ -46,6 +46,12 @@ def fixed_part(before: tuple[float, float], behind: tuple[float, float]) -> floa
     return min(_MOST_FIXED, max(0.0, part / whole))
 
 
+def _levels_s(reports: npt.NDArray[np.float64], fixed: float) -> npt.NDArray[np.float64]:
+    """The level by every report; the last axis holds size, time and loading time."""
+    sizes, times_s, loads_s = np.moveaxis(reports, -1, 0)
+    return np.asarray(np.maximum(times_s / (fixed + (1.0 - fixed) * sizes), loads_s / sizes))
+
+
 def _alike(times_s: Sequence[float]) -> bool:
     return max(times_s) <= _ALIKE * min(times_s)
 
@@ -150,22 +156,17 @@ class TimeCurves:
         times_s = reports[:, :, 1]
         if count < SHORT and (times_s.max(axis=1) > _ALIKE * times_s.min(axis=1)).any():
             return None
-        found: list[float] = np.median(self._levels_s(reports), axis=1).tolist()
+        found: list[float] = np.median(_levels_s(reports, self.fixed), axis=1).tolist()
         return found
-
-    def _levels_s(self, reports: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The level by every report; the last axis holds size, time and loading time."""
-        sizes, times_s, loads_s = np.moveaxis(reports, -1, 0)
-        return np.asarray(np.maximum(times_s / (self.fixed + (1.0 - self.fixed) * sizes), loads_s / sizes))
 
     def scatter(self, count: int) -> float:
         """Relative standard error of a level over `count` reports, of the rank where it is largest.
 
         Estimated from all stored reports: a few of them may be alike by chance.
         """
-        worst = 0.0
+        fixed, worst = self.fixed, 0.0
         for reports in self._reports:
-            times = self._levels_s(np.array(reports.recent))
+            times = _levels_s(np.array(reports.recent), fixed)
             middle = float(np.median(times))
             # 1.4826 MAD is the standard deviation of normal values, 1.25 s / sqrt(n) the error of their median.
             worst = max(worst, 1.85 * float(np.median(np.abs(times - middle))) / middle / math.sqrt(count))

@@ -29,8 +29,8 @@ def changes_per_step(readings: Readings) -> float:
     """How often a rank becomes slow after another spell of slowness, of the same rank or of another, has ended.
 
     The first slow ranks of a window are no change: whatever is chosen against them fits until they recover. Spells of
-    fewer than `PERSISTENCE` reports, which nobody could follow, do not count. A spell also ends when its rank becomes
-    `_FASTER` times as fast: times with other batch sizes are known roughly, and may stay above the limit.
+    fewer than `PERSISTENCE` reports, too short for any plan to follow, do not count. A spell also ends when its rank
+    becomes `_FASTER` times as fast: times with other batch sizes are known roughly, and may stay above the limit.
 
     Returns:
         Changes per step, over at most the last `RECENT` steps; 0 if slowness stays where it is.
