@@ -98,22 +98,24 @@ class Applier:
             return self.base.step(self.optimizer)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """Return the current parameter groups without their parameters, for a later `step_bucket`."""
+        """Return the current parameter groups without their parameters, for a later `step_params`."""
         groups = self.optimizer.param_groups
         return [{key: _own(value) for key, value in group.items() if key != "params"} for group in groups]
 
-    def step_bucket(self, bucket: Bucket, groups: Sequence[dict[str, Any]], row: Sequence[float] | None) -> None:
-        """Apply the gradients now in `param.grad` of one bucket's parameters. Step hooks do not run.
+    def step_params(
+        self, params: Sequence[torch.nn.Parameter], groups: Sequence[dict[str, Any]], row: Sequence[float] | None
+    ) -> None:
+        """Apply the gradients now in `param.grad` of some parameters. Step hooks do not run.
 
         Args:
-            bucket: The bucket.
+            params: The parameters.
             groups: Returned by `hyperparameters`.
             row: The step's hyperparameters, which override those in `groups`.
         """
         optimizer, own = self.optimizer, self.optimizer.param_groups
-        chosen = set(bucket.params)
+        chosen = set(map(id, params))  # A tensor's hash costs a call each time.
         parts = [
-            {**kept, "params": [param for param in group["params"] if param in chosen]}
+            {**kept, "params": [param for param in group["params"] if id(param) in chosen]}
             for kept, group in zip(groups, own, strict=True)
         ]
         with _without_hooks(optimizer), self.hyper.applied(parts, row):

@@ -209,8 +209,8 @@ class Overlap:
         Raises:
             HorovodInternalError: The reduction failed; all gates are open then.
             DeadlineError: Some rank did not take part in time.
-            Exception: The user's optimizer raised it. As without overlap, the step counts: this bucket is not applied
-                again; the others are applied when they are used.
+            Exception: The user's optimizer raised it. As without overlap, the step counts: this bucket, and those
+                applied in the same call, are not applied again; the others are applied when they are used.
         """
         if self._left_behind():
             return
@@ -224,6 +224,7 @@ class Overlap:
                 if not pending.row_known:
                     self._await(pending, None)
                 self._await(pending, index)
+                ready = [index, *self._collect_ended(pending, index)]
         except Exception as error:
             self._engine.fail(error)
             self.abandon()
@@ -232,7 +233,7 @@ class Overlap:
             self._note_wait(pending, time.monotonic() - began_s)
             self.driver.timeline.waited(index, began_s)
         try:
-            self._apply(pending, index)
+            self._apply(pending, ready)
         finally:
             if not pending.left:
                 self._end(pending)
@@ -277,30 +278,56 @@ class Overlap:
         what = f"the reduction of step {pending.step}"
         wait_all(self._engine.collective, [handle], self._deadline_s, what)
 
-    def _apply(self, pending: _Pending, index: int) -> None:
-        """Apply a bucket whose reduction was collected, in one of the threads that wait for it."""
+    def _collect_ended(self, pending: _Pending, index: int) -> list[int]:
+        """Collect the reductions that the forward pass needs next, up to the first that has not ended; return them.
+
+        Each call of the user's optimizer costs more than the arithmetic of a small bucket, so one call applies them
+        all. Forward needs the buckets in descending order.
+        """
+        found: list[int] = []
+        collective = self._engine.collective
         with self._lock:
             if self._pending is not pending or index not in pending.left:
-                pending.applied.get(index, DONE).order()
+                return found
+            step = self._engine.own_step()
+            for other in sorted((other for other in pending.left if other < index), reverse=True):
+                handle = step.handle_of(other)
+                if not collective.poll(handle):
+                    break
+                collective.finish(handle)
+                found.append(other)
+        return found
+
+    def _apply(self, pending: _Pending, indices: Sequence[int]) -> None:
+        """Apply buckets whose reductions were collected, in one of the threads that wait for the first of them."""
+        with self._lock:
+            if self._pending is not pending or indices[0] not in pending.left:
+                pending.applied.get(indices[0], DONE).order()
                 return
-            engine, bucket = self._engine, self._applier.buckets[index]
+            engine = self._engine
+            buckets = [self._applier.buckets[index] for index in indices if index in pending.left]
             if not pending.row_known:
                 pending.row, pending.row_known = engine.own_row(), True
             pending.submitted.order()
-            engine.own_mean(index)
+            for bucket in buckets:
+                engine.own_mean(bucket.index)
+            params = [param for bucket in buckets for param in bucket.params]
+            views = [view for bucket in buckets for view in bucket.views]
             try:
                 # The gates open afterwards: another thread must not read a half-written bucket.
                 with engine.replica.writing(), torch._C.DisableTorchFunctionSubclass():
-                    for param, view in zip(bucket.params, bucket.views, strict=True):
+                    for param, view in zip(params, views, strict=True):
                         param.grad = view
-                    self._applier.step_bucket(bucket, pending.groups, pending.row)
+                    self._applier.step_params(params, pending.groups, pending.row)
                     if pending.cleared:
-                        for param in bucket.params:
+                        for param in params:
                             param.grad = None
             finally:
-                pending.left.discard(index)
-                pending.applied[index] = engine.streams.give(APPLIED)
-                self.gates.open(index)  # Last: once the gate is open, `waits_for` must report the bucket as done.
+                applied = engine.streams.give(APPLIED)
+                for bucket in buckets:
+                    pending.left.discard(bucket.index)
+                    pending.applied[bucket.index] = applied
+                    self.gates.open(bucket.index)  # Last: once it is open, `waits_for` must report it as done.
 
     def _note_wait(self, pending: _Pending, waited_s: float) -> None:
         pending.wait_s += waited_s

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,31 @@ def sgd(overlap: bool) -> Facts:
 @program
 def adamw(overlap: bool) -> Facts:
     return plain(overlap, "adamw")
+
+
+@program
+def one_call(overlap: bool) -> Facts:
+    """Where all reductions have ended before the next forward pass, one call of the optimizer applies all buckets."""
+    net, optimizer = make(overlap)
+    module, calls = sys.modules["torch.optim.sgd"], []
+    apply = module.sgd
+
+    def counting(params: list[torch.Tensor], *args: Any, **kwargs: Any) -> None:
+        calls.append(len(params))
+        apply(params, *args, **kwargs)
+
+    with unittest.mock.patch.object(module, "sgd", counting):
+        for number in range(STEPS):
+            step(net, optimizer, number)
+            if overlap:
+                engine, began_s = driver_of(optimizer).engine, time.monotonic()
+                while within(began_s) and not all(map(engine.collective.poll, engine.own_step().all_handles())):
+                    time.sleep(0.001)
+                last = engine.applier.buckets[-1]
+                assert driver_of(optimizer).overlapped.waits_for(last.index)
+                last.params[0].sum()
+                assert not pending(optimizer), "a bucket is left whose reduction had ended"
+    return end(net, optimizer, calls=calls)
 
 
 @program

@@ -70,7 +70,7 @@ def test_parts_make_the_whole(base: Any, options: dict[str, Any]) -> None:
                 for group in groups:
                     group["lr"] *= 0.5  # As a scheduler after `step()`: what is kept is of the step itself.
         for bucket in orders[step % 3]:
-            applier.step_bucket(bucket, kept, None)
+            applier.step_params(bucket.params, kept, None)
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(parts, whole, strict=True)), step
     assert [len(group["params"]) for group in other.param_groups] == [2, 3]
     for mine, theirs in zip(parts, whole, strict=True):
@@ -89,7 +89,7 @@ def test_the_leaders_hyperparameters_go_first() -> None:
     row = applier.hyper.read(optimizer.param_groups)
     optimizer.param_groups[0]["lr"] = 0.7
     params[0].grad = torch.ones(2)
-    applier.step_bucket(applier.buckets[0], kept, row)
+    applier.step_params(applier.buckets[0].params, kept, row)
     assert params[0].tolist() == [0.5, 0.5] and optimizer.param_groups[0]["lr"] == 0.7
 
 
