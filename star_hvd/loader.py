@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 
 from scheduler.rules.runs import Span, without
@@ -174,6 +175,7 @@ class ShardLoader:
         self._reference_samples = self._run.reference_samples
         self._microbatches = microbatches or 0
         self.repeats = Repeats()
+        self._evaluates = False  # Whether this iteration is for no training: gradients are off.
 
     @property
     def _parts(self) -> int:
@@ -204,15 +206,18 @@ class ShardLoader:
             self._run = runtime.ensure(self._config)
             self._number, self._passes, self._next_stock = self._run.client.loader_number(), 0, None
             self._run.reference_samples = self._run.reference_samples or self._reference_samples
+        self._evaluates = not torch.is_grad_enabled()
         if self._shares is not None:
             self._run.asked.check_shares(self.batch_size)
         epoch, order, done = self._next_order()
+        run = self._run
         # Other ranks may have made steps without this one since the last epoch.
-        self._run.catch_up()
-        if self._parts:
-            yield from self._epoch_in_parts(order, epoch, done)
-        else:
-            yield from self._epoch_in_batches(order, epoch, done)
+        run.catch_up()
+        run.feeding.begin(self._number)
+        try:
+            yield from (self._epoch_in_parts if self._parts else self._epoch_in_batches)(order, epoch, done)
+        finally:
+            run.feeding.end(self._number)
 
     def _epoch_in_batches(self, order: EpochOrder, epoch: int, done: list[int]) -> Iterator[Any]:
         stock, shares = self._stock_for(len(order)), self._shares
@@ -281,8 +286,8 @@ class ShardLoader:
     def _stock_for(self, positions: int) -> LeaseStock:
         """Return the stock of the epoch that starts: the one requested ahead, if the epoch's length is as expected."""
         stock, self._next_stock = self._next_stock, None
-        expected = (positions, self.batch_size, bool(self._even_because))
-        if stock is not None and (stock.samples, stock.batch, stock.even) != expected:
+        expected = (positions, self.batch_size, bool(self._even_because), self._shares is None)
+        if stock is not None and (stock.samples, stock.batch, stock.even, stock.fixed) != expected:
             stock.close()
             stock, self._passes = None, self._passes + 1
         if stock is None:
@@ -293,8 +298,8 @@ class ShardLoader:
 
     @property
     def _shares(self) -> BatchSizes | None:
-        """The object that may change the sizes of batches; None if they cannot change."""
-        if self._feeder is None or self.batch_sizer is not None or self._parts:
+        """The object that may change the sizes of batches; None if they cannot change, as where nothing is trained."""
+        if self._feeder is None or self.batch_sizer is not None or self._parts or self._evaluates:
             return None
         return self._run.client.batch_sizes(self._number)
 
@@ -334,7 +339,10 @@ class ShardLoader:
 
     def _note(self, samples: int, input_s: float, load_s: float) -> None:
         run, size = self._run, self._reference_batch()
-        run.note_batch(samples / run.reference_samples, input_s, load_s)
+        run.note_input(input_s, load_s)
+        if self._evaluates:
+            return
+        run.feeding.note(self._number, samples / run.reference_samples)
         for driver in run.drivers.values():
             driver.reporter.note_samples(self._number, samples, size, run.reference_samples)
 
@@ -447,6 +455,8 @@ def work(total: int, chunk: int, *, config: Config | None = None) -> Iterator[Sp
         chunk: Numbers in a range; the last range may be shorter.
         config: Settings, if no optimizer has been created yet.
 
+    The gradients of all batches count alike, whatever the sizes of their ranges; `hvd.weigh` changes that.
+
     If a rank is late: it takes fewer ranges; near the end it takes none that the others would have to wait for.
 
     Raises:
@@ -470,7 +480,7 @@ def _ranges(run: runtime.Runtime, stock: LeaseStock) -> Iterator[Span]:
                 span = run.client.begin_batch(stock)
             if span is None:
                 break
-            run.note_batch((span[1] - span[0]) / run.reference_samples, time.monotonic() - began_s)
+            run.note_input(time.monotonic() - began_s)
             yield span
     finally:
         stock.close()

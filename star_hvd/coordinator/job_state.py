@@ -38,7 +38,7 @@ from star_hvd.channel.messages.base import (
 )
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn, spans_of
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
-from star_hvd.channel.messages.shares import MemoryLimit, ShareReady
+from star_hvd.channel.messages.shares import Feeds, MemoryLimit, ShareReady
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -374,6 +374,10 @@ class JobState:
         """The optimizer whose steps count the batches of `shard`: the first one."""
         return next(iter(self.optimizers.values()), None)
 
+    def _feeds(self, rank: int, message: Feeds, now_s: float) -> None:
+        fed = self._fed
+        self.shares.bind(message.loader, 0 if fed is None else fed.rule.step + 1)
+
     def _share_ready(self, rank: int, message: ShareReady, now_s: float) -> None:
         optimizer = self._fed
         change = self.shares.ready(rank, message, 0 if optimizer is None else optimizer.rule.step + 1, now_s)
@@ -496,6 +500,7 @@ HANDLERS: dict[type[Message], _Handler] = {
     ConsumedRequest: lambda job, rank, message, now_s: job._leases.request_consumed(rank, message),
     Consumed: lambda job, rank, message, now_s: job._leases.consumed(rank, message),
     ShareReady: JobState._share_ready,
+    Feeds: JobState._feeds,
     MemoryLimit: lambda job, rank, message, now_s: job.shares.limit(rank, message),
     MicrobatchOpen: JobState._microbatch_open,
     MicrobatchBegin: lambda job, rank, message, now_s: job.microbatches.begin(rank, message, now_s),

@@ -32,6 +32,7 @@ _EVERY_S, _MANY = 0.1, 64  # Between two checks of the times; longer with more r
 _AGAIN_S = 0.2  # Pause behind a refused proposal; one may come at a bad moment, between two epochs for example.
 _LEAST_S = 1e-6  # Least own time of a rank in a step.
 _KEPT = 256  # Changes whose first step is remembered.
+_FEEDS_KEPT = 16  # Loaders remembered besides the one that feeds the training.
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,25 @@ class _Proposal:
     answers: dict[int, ShareReady] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Feed:
+    """What is known of a loader whose batches can have shares.
+
+    Attributes:
+        loader: Its number.
+        batch: Samples in each of its batches if all are equal.
+        shares: The shares ordered last, empty for equal batches.
+        announced: Whether the ranks know of `shares`, see `ShareState`.
+        samples: Samples handed out, by epoch.
+    """
+
+    loader: int
+    batch: int
+    shares: tuple[int, ...] = ()
+    announced: bool = True
+    samples: dict[int, int] = field(default_factory=dict)
+
+
 class ShareState:
     """See the module's text.
 
@@ -68,31 +88,53 @@ class ShareState:
         send: Sends a message to all ranks.
 
     Attributes:
-        loader: The loader that feeds the training, -1 before there is one.
-        batch: Samples in each of its batches if all are equal.
-        shares: The shares ordered last, empty for equal batches.
         most: Maximum samples of every rank by its memory or the user's limit, 0 for no limit.
         in_step: Whether all ranks make every step together, as far as is known: an epoch then starts with equal shares,
             so that its steps have the samples of plain Horovod's.
-        announced: Whether the ranks know of `shares`. They need not for equal ones with which an epoch starts, since
-            each batch has the usual size, and a rank's last one is what is left.
         deal: Called with the loader, a change and the time before the change is ordered: deals its samples
             (`LeaseService.deal`). Returns whether that was possible; if not, the change is given up.
     """
 
     def __init__(self, world_size: int, send: Callable[[Message], None]) -> None:
-        self.loader, self.batch = -1, 0
-        self.shares: tuple[int, ...] = ()
         self.most = [0] * world_size
-        self.in_step, self.announced = False, True
+        self.in_step = False
         self.deal: Callable[[int, Change, float], bool] = lambda loader, change, now_s: True
         self._world_size = world_size
         self._send = send
-        self._samples: dict[int, int] = {}  # Samples handed out, by epoch.
+        self._feed = _Feed(-1, 0)  # Of the loader that feeds the training.
+        self._feeds: dict[int, _Feed] = {}
         self._proposal: _Proposal | None = None
         self._proposals = 0
         self._steps: list[int] = []
         self._ordered: list[tuple[int, ...]] = []
+
+    @property
+    def loader(self) -> int:
+        """The loader that feeds the training: the first one until gradients follow another's batches; -1 before."""
+        return self._feed.loader
+
+    @property
+    def batch(self) -> int:
+        """Samples in each of its batches if all are equal."""
+        return self._feed.batch
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The shares ordered last for it, empty for equal batches."""
+        return self._feed.shares
+
+    @shares.setter
+    def shares(self, shares: tuple[int, ...]) -> None:
+        self._feed.shares = shares
+
+    @property
+    def announced(self) -> bool:
+        """Whether the ranks know of `shares`.
+
+        They need not for equal ones with which an epoch starts, since each batch has the usual size, and a rank's last
+        one is what is left.
+        """
+        return self._feed.announced
 
     @property
     def pending(self) -> bool:
@@ -109,16 +151,37 @@ class ShareState:
             message: The first request of the epoch.
             samples: Samples that are handed out in it.
         """
-        if self.loader < 0 and samples > 0 and not message.fixed:
-            self.loader, self.batch = message.loader, message.batch
-        if message.loader != self.loader or message.fixed:
+        if message.fixed or (samples <= 0 and message.loader not in self._feeds):
             return (), False
-        if (message.even or self.in_step) and not self.shares:
-            self.shares = (self.batch,) * self._world_size
-            self.announced = bool(message.even)
-        self._samples = {epoch: count for epoch, count in self._samples.items() if epoch > message.epoch - 2}
-        self._samples[message.epoch] = samples
-        return self.shares, message.drop_last and not self.announced
+        feed = self._feeds.setdefault(message.loader, _Feed(message.loader, message.batch))
+        if self.loader < 0:
+            self._feed = feed
+        for old in [each for each in self._feeds if each not in (self.loader, message.loader)][:-_FEEDS_KEPT]:
+            del self._feeds[old]
+        if (message.even or self.in_step) and not feed.shares:
+            feed.shares, feed.announced = (feed.batch,) * self._world_size, bool(message.even)
+        feed.samples = {epoch: count for epoch, count in feed.samples.items() if epoch > message.epoch - 2}
+        feed.samples[message.epoch] = samples
+        return feed.shares, message.drop_last and not feed.announced
+
+    def bind(self, loader: int, step: int) -> bool:
+        """Note that gradients follow a loader's batches. Return whether shares are for another loader from now on.
+
+        Args:
+            loader: The loader.
+            step: The first step that no rank has begun.
+        """
+        feed = self._feeds.get(loader)
+        if feed is None or feed is self._feed:
+            return False
+        if self._proposal is not None:
+            proposal, self._proposal = self._proposal, None
+            self._give_up(proposal)
+        if feed.batch != self.batch:
+            self._steps, self._ordered = [], []
+        self._feed, self.most = feed, [0] * self._world_size
+        self._remember(step, feed.shares)
+        return True
 
     def propose(self, shares: Sequence[int], now_s: float, *, bounded: bool = True) -> None:
         """Ask all ranks from which step on they can use other shares.
@@ -144,10 +207,10 @@ class ShareState:
         Raises:
             ChannelError: The answer is impossible.
         """
-        if message.loader != self.loader or message.batches < 1:
+        if message.loader not in self._feeds or message.batches < 1:
             raise ChannelError(f"a share_ready message is of loader {message.loader}; {self.loader} was asked")
         proposal = self._proposal
-        if proposal is None or message.number != proposal.number:
+        if message.loader != self.loader or proposal is None or message.number != proposal.number:
             return None
         self.most[rank] = message.most
         proposal.answers[rank] = message
@@ -159,8 +222,8 @@ class ShareState:
             self._give_up(proposal)
             return None
         order, change = found
-        self.shares, self.announced = proposal.shares, True
-        self._steps, self._ordered = [*self._steps, change.step][-_KEPT:], [*self._ordered, self.shares][-_KEPT:]
+        self.shares, self._feed.announced = proposal.shares, True
+        self._remember(change.step, self.shares)
         self._send(order)
         return change
 
@@ -186,6 +249,9 @@ class ShareState:
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
+    def _remember(self, step: int, shares: tuple[int, ...]) -> None:
+        self._steps, self._ordered = [*self._steps, step][-_KEPT:], [*self._ordered, shares][-_KEPT:]
+
     def _too_much(self, shares: Sequence[int]) -> bool:
         """Whether a share exceeds its rank's limit; batches of the usual size are split if they do not fit."""
         return any(0 < most < share > self.batch for share, most in zip(shares, self.most, strict=False))
@@ -201,7 +267,8 @@ class ShareState:
         started = [each for each in there if each.step != EPOCH_START]
         if started and (len(started) < self._world_size or len({each.batches for each in started}) > 1):
             return None
-        samples = self._samples.get(epoch, max(self._samples.values(), default=0))  # Without those consumed earlier.
+        counts = self._feed.samples
+        samples = counts.get(epoch, max(counts.values(), default=0))  # Without those consumed earlier.
         step, remaining, taken = EPOCH_START, samples, [0] * self._world_size
         if started:
             step = max(each.step for each in started)
@@ -283,6 +350,17 @@ class ShareControl:
             self.policy.changed(change.shares)
             self.changes.append((change.step, change.shares, self.sentence()))
         return change
+
+    def bind(self, loader: int, step: int) -> None:
+        """Note that gradients follow a loader's batches, see `ShareState.bind`."""
+        batch = self.state.batch
+        if not self.state.bind(loader, step) or self._policy is None:
+            return
+        self._again_s = self._decide_s = 0.0
+        if self.state.batch == batch:  # The ranks' speed is known.
+            self._policy.changed(self.state.shares)
+        else:
+            self._policy = None
 
     def limit(self, rank: int, message: MemoryLimit) -> None:
         """Note the limit of a rank that ran out of memory; shares above it are changed at once."""

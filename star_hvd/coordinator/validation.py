@@ -29,7 +29,7 @@ from star_hvd.channel.messages.base import (
 )
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
-from star_hvd.channel.messages.shares import EPOCH_START, MemoryLimit, ShareReady
+from star_hvd.channel.messages.shares import EPOCH_START, Feeds, MemoryLimit, ShareReady
 from star_hvd.channel.messages.switch import (
     Drained,
     LinkRate,
@@ -53,6 +53,7 @@ FROM_RANKS: tuple[type[Message], ...] = (
     ConsumedRequest,
     PrepareFailed,
     Drained,
+    Feeds,
     Finished,
     Heartbeat,
     Hello,
@@ -229,6 +230,11 @@ def _memory_limit(message: MemoryLimit, _: int) -> None:
         raise ChannelError(f"a rank can have {message.most} samples of loader {message.loader}; expected at least 1")
 
 
+def _feeds(message: Feeds, _: int) -> None:
+    if message.loader < 0:
+        raise ChannelError(f"loader {message.loader} feeds the training; expected a number from 0")
+
+
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     Register: _register,
     ServerUp: _address,
@@ -241,6 +247,7 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     Consumed: _consumed,
     ConsumedRequest: _consumed,
     ShareReady: _share_ready,
+    Feeds: _feeds,
     MemoryLimit: _memory_limit,
     MicrobatchOpen: _microbatch_open,
     MicrobatchBegin: _microbatch,

@@ -54,6 +54,8 @@ class LeasedMicrobatches:
 
     def _parts(self) -> Iterator[Any]:
         run, stock = self._run, self._stock
+        first: MicrobatchInHand | None = None
+        present: MicrobatchInHand | None = None
         while self._steps:
             if not self._await_part():
                 run.end_step_of_parts()
@@ -64,7 +66,11 @@ class LeasedMicrobatches:
             data = self._load(part)
             samples = sum(stop - start for start, stop in part.spans)
             self._note(samples, time.monotonic() - began_s, 0.0)
-            run.in_hand = MicrobatchInHand(samples, run.reference_samples, self._await_part, stock.own_part)
+            behind = present is not None and (present is first or present.behind) and not present.used
+            present = MicrobatchInHand(
+                samples, run.reference_samples, self._await_part, stock.own_part, behind=behind
+            )
+            first, run.in_hand = first or present, present
             yield data
 
     def _await_part(self) -> bool:

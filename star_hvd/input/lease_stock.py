@@ -169,7 +169,7 @@ class LeaseStock:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank, self._clock = rank, clock
-        self._sizer, self._fixed = sizer or ConstantBatches(batch), fixed
+        self._sizer, self.fixed = sizer or ConstantBatches(batch), fixed
         self.even = even
         self.loader, self.epoch, self.samples, self.batch = loader, epoch, samples, batch
         self.load_s = load_s
@@ -473,7 +473,7 @@ class LeaseStock:
                 self._digest,
                 self._done,
                 0 if self._in_order else self._on_their_way(),
-                self._fixed,
+                self.fixed,
                 self._idle and not self._formed,
                 again,
                 self.even,

@@ -410,6 +410,7 @@ class MicrobatchInHand:
         more: Returns whether this rank has another one in this step; may wait.
         own_part: See `MicrobatchStock.own_part`; including this one.
         covered: Parameters that already have its gradient, from a pass that ran out of memory.
+        behind: Whether the loop got it although no micro-batch before it in the epoch has given a gradient.
     """
 
     def __init__(
@@ -419,11 +420,18 @@ class MicrobatchInHand:
         more: Callable[[], bool],
         own_part: float,
         covered: frozenset[torch.nn.Parameter] = frozenset(),
+        *,
+        behind: bool = False,
     ) -> None:
-        self.own_part, self.covered = own_part, covered
+        self.own_part, self.covered, self.behind = own_part, covered, behind
         self._weight, self._reference, self._more = samples / reference, reference, more
         self._used = False
         self._last: bool | None = None
+
+    @property
+    def used(self) -> bool:
+        """Whether it has given a gradient."""
+        return self._used
 
     @property
     def weight(self) -> float:

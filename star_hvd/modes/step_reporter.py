@@ -82,7 +82,8 @@ class StepReporter:
         self.batch = 0
         self.reference_samples = 0.0
         self._loader = -1
-        self._samples = 0  # Since this rank's last own step.
+        self._loaders: dict[int, tuple[int, float]] = {}  # Batch and reference samples of each.
+        self._samples: dict[int, int] = {}  # Since this rank's last own step, by loader.
         self.times = _NO_TIMES
         self.wait_s = 0.0
         self.own_part = 1.0
@@ -113,11 +114,16 @@ class StepReporter:
             unsent()
 
     def note_samples(self, loader: int, samples: int, batch: int, reference_samples: float) -> None:
-        """Count a loader's batch. The first loader to give one feeds the training, others may be for evaluation."""
+        """Count a loader's batch; the first loader to give one feeds the training until `feeds` names another."""
+        self._loaders[loader] = (batch, reference_samples)
         if self._loader < 0:
-            self._loader, self.batch, self.reference_samples = loader, batch, reference_samples
-        if loader == self._loader:
-            self._samples += samples
+            self.feeds(loader)
+        self._samples[loader] = self._samples.get(loader, 0) + samples
+
+    def feeds(self, loader: int) -> None:
+        """Count the samples of this loader from here on."""
+        if loader in self._loaders:
+            self._loader, (self.batch, self.reference_samples) = loader, self._loaders[loader]
 
     def note_step(self, info: StepInfo) -> None:
         """Report a step of the active mode, which has ended."""
@@ -159,7 +165,8 @@ class StepReporter:
 
     def log_step(self, step: int, loss: float, wait_s: float, *, late: bool) -> None:
         """Write one of this rank's own steps to the run log."""
-        samples, self._samples = self._samples, 0
+        counted, self._samples = self._samples, {}
+        samples = counted.get(self._loader, 0)
         self.steps_logged += 1
         if self.log is None:
             return

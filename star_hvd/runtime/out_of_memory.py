@@ -89,6 +89,7 @@ class Repeats:
         """
         self._run, self._loader, self._steps_ended = run, loader, run.steps_ended
         waiting = deque(_Part(0, samples).cut(run.memory.failed(loader)))
+        in_hand: MicrobatchInHand | None = None
         try:
             while waiting:
                 part = self._part = waiting.popleft()
@@ -96,13 +97,16 @@ class Repeats:
                 if not whole:
                     # When the step is made, all parts have been computed: it has the time of a whole batch.
                     more = lambda: bool(waiting)  # noqa: E731
-                    run.in_hand = MicrobatchInHand(part.size, run.reference_samples, more, 1.0, part.covered)
+                    run.in_hand = in_hand = MicrobatchInHand(
+                        part.size, run.reference_samples, more, 1.0, part.covered
+                    )
                 yield data if whole else load(part.start, part.stop)
                 waiting.extendleft(reversed(self._repeat))
                 self._repeat = []
         finally:
             self._part = None
-            if run.in_hand is not None:
+            # Otherwise it is of another loader, inside of whose loop this one's was.
+            if in_hand is not None and run.in_hand is in_hand:
                 run.in_hand = None
                 if run.steps_ended == self._steps_ended:  # The batch made no step; no later step may contain it.
                     for driver in run.drivers.values():

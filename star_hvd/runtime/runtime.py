@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import gc
 import logging
-import math
 import os
 import queue
 import threading
@@ -38,7 +37,7 @@ from star_hvd.channel.messages.microbatches import (
     MicrobatchRecall,
     MicrobatchShares,
 )
-from star_hvd.channel.messages.shares import ShareOrder, ShareProposal
+from star_hvd.channel.messages.shares import Feeds, ShareOrder, ShareProposal
 from star_hvd.channel.messages.switch import (
     Commit,
     DropSet,
@@ -62,6 +61,7 @@ from star_hvd.run_log import new_run_name
 from star_hvd.runtime import program_end
 from star_hvd.runtime.asked_plans import AskedPlans
 from star_hvd.runtime.coordinator_client import CoordinatorClient
+from star_hvd.runtime.feeding import Feeding
 from star_hvd.runtime.job_log import JobLog, check_curves
 from star_hvd.runtime.machine_notes import MachineNotes
 from star_hvd.runtime.meetings import Meetings
@@ -146,12 +146,11 @@ class Runtime:
         self.coordinator: Coordinator | None = None
         self.drivers: dict[int, StepDriver] = {}
         self.asked = AskedPlans(self.world_size, self.config.max_batch)
-        self.batch_weights: list[float] = []
+        self.feeding = Feeding(self._feeds)
         self.in_hand: MicrobatchInHand | None = None  # The micro-batch whose gradient is being accumulated.
         self.behind_step: Callable[[], None] | None = None  # Called behind the step of micro-batches in progress.
         self.memory = MemoryLimits(self.config.max_batch)
         self.steps_ended = 0  # How often the gradients of a step were collected, over all optimizers.
-        self._weighed = math.nan  # Weight of the latest batch as given by the user, NaN if not given.
         self._had_shares = False
         self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
         self.agent: Agent
@@ -370,25 +369,29 @@ class Runtime:
         for driver in self.drivers.values():
             driver.catch_up()
 
-    def note_batch(self, weight: float, input_s: float, load_s: float = 0.0) -> None:
-        """Note a batch that the loader hands out.
+    def note_input(self, input_s: float, load_s: float = 0.0) -> None:
+        """Note the input of a batch.
 
         Args:
-            weight: Its weight.
             input_s: How long the training thread waited for it.
             load_s: Least time in which this rank can load it beside its other work, 0 if unknown.
         """
-        self.batch_weights = [*self.batch_weights[-63:], weight]
-        self._weighed = math.nan
         for driver in self.drivers.values():
             driver.timer.add_input(input_s, load_s)
+
+    def _feeds(self, loader: int) -> None:
+        """A loader was found to feed the training: batch shares are for its batches, and reports count them."""
+        for driver in self.drivers.values():
+            driver.reporter.feeds(loader)
+        if self.rank == 0:
+            self.agent.send(Feeds(loader))
 
     def weigh(self, count: float) -> None:
         """Note that the loss of the current batch, or micro-batch, is a mean over `count` items."""
         if self.in_hand is not None:
             self.in_hand.weigh(count)
         else:
-            self._weighed = count / (self.reference_samples or 1.0)
+            self.feeding.weigh(count / (self.reference_samples or 1.0))
 
     def steps_made(self) -> int:
         """Return the step of this rank's parameters, for the first optimizer; -1 if ranks do not count steps alike."""
@@ -424,7 +427,7 @@ class Runtime:
 
     def _most_samples(self, loader: int) -> int:
         """Return the maximum samples in a batch of a loader, see `MemoryLimits`; 0 if unknown."""
-        largest = round(max(list(self.batch_weights), default=0.0) * self.reference_samples)
+        largest = round(self.feeding.largest * self.reference_samples)
         buckets = [bucket for driver in list(self.drivers.values()) for bucket in driver.engine.applier.buckets]
         return self.memory.most(loader, largest, buckets[0].flat.device if buckets else None)
 
@@ -443,13 +446,6 @@ class Runtime:
         if buckets and all(bucket.flat.device.type == "cpu" for bucket in buckets):
             return LONGEST * batch
         return max(batch, self._most_samples(loader))
-
-    def batch_weight(self, passes: int) -> float:
-        """Return the weight of the gradient of the last `passes` batches of `shard`, 1 without `shard`."""
-        if not math.isnan(self._weighed):
-            return self._weighed
-        recent = self.batch_weights[-passes:]
-        return sum(recent) / len(recent) if recent else 1.0
 
     def raise_failure(self) -> None:
         """Raise what stopped one of this process's engines or threads, if anything did."""

@@ -40,8 +40,15 @@ class Accumulation:
         """Add the gradient that a backward pass has left in `param.grad`.
 
         Raises:
-            StarError: It is sparse.
+            StarError: It is sparse, or of another micro-batch than `part`.
         """
+        if part.behind:
+            raise StarError(
+                "the loop took a second micro-batch before the first gave a gradient; expected backward() and step() "
+                "for each. A wrapper that fetches batches ahead (to copy them to a GPU, for example) cannot know which "
+                "are taken over by other ranks: leave it out (pin_memory and non_blocking copies work), or leave "
+                "microbatches out of hvd.shard"
+            )
         grad, view = param.grad, bucket.views[position]
         assert grad is not None
         if grad.is_sparse:

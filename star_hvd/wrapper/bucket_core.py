@@ -332,7 +332,7 @@ class BucketCore:
         if self._unready[bucket.index] == 0:
             streams.gather(bucket.index, bucket.flat)
             parts = self.in_hand is not None or self._accumulation.count
-            self.driver.engine.own.weight = self._accumulation.weight if parts else self.run.batch_weight(self.passes)
+            self.driver.engine.own.weight = self._accumulation.weight if parts else self.run.feeding.weight(self.passes)
             self.driver.give(bucket)
         self._giving = False
 

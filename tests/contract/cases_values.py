@@ -248,12 +248,13 @@ def uneven_batches_are_weighted(ctx: Context) -> None:
     optimizer = ctx.star.wrap(Plain.simple(model.parameters()), model.named_parameters())
     run = runtime.current()
     assert run is not None
-    run.note_batch(sizes[ctx.rank] / 24.0, 0.0)  # What the loader of `shard` says about the batch it hands out.
+    run.feeding.begin(0)  # What the loader of `shard` says about the batch it hands out.
+    run.feeding.note(0, sizes[ctx.rank] / 24.0)
     try:
         torch.nn.functional.mse_loss(model(data[ctx.rank][0]), data[ctx.rank][1]).backward()
         optimizer.step()
     finally:
-        run.batch_weights = []
+        run.feeding.end(0)
     whole = torch.cat([x for x, _ in data]), torch.cat([y for _, y in data])
     torch.nn.functional.mse_loss(alone(whole[0]), whole[1]).backward()
     for param, twin in zip(model.parameters(), alone.parameters(), strict=True):

@@ -47,17 +47,27 @@ def _train(
     workers: int = 0,
     drop_last: bool = False,
     scaler: torch.amp.GradScaler | None = None,
+    several: bool = False,
     **options: Any,
 ) -> Any:
-    """What every rank had in each step, by epoch; and the parameters behind each step."""
+    """What every rank had in each step, by epoch; and the parameters behind each step.
+
+    `several`: with a new loader for every epoch, beside others that no gradient follows.
+    """
     net = make_net() if net is None else net
     scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler
     optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
+    evaluation = hvd.shard(make_dataset(), batch_size=64)
     loader = hvd.shard(make_dataset(), batch_size=BATCH, seed=SEED, num_workers=workers, drop_last=drop_last)
     behind: list[torch.Tensor] = []
     taken: list[list[list[int]]] = []
     for epoch in range(epochs):
         taken.append([])
+        if several:
+            with torch.set_grad_enabled(epoch % 2 == 0):
+                list(evaluation)
+            loader = hvd.shard(make_dataset(), batch_size=BATCH, seed=SEED)
+            loader.set_epoch(epoch)
         for inputs, wanted, numbers in loader:
             optimizer.zero_grad()
             scaler.scale(torch.nn.functional.mse_loss(net(inputs), wanted)).backward()
@@ -168,8 +178,13 @@ def loaded_ahead() -> dict[str, Any]:
     return _compared("sync(balanced)", 8, 4.0, workers=2)
 
 
+def several() -> dict[str, Any]:
+    """The same, with a new loader for every epoch, beside others that no gradient follows."""
+    return _compared("sync(balanced)", 8, 4.0, several=True)
+
+
 def auto() -> dict[str, Any]:
-    """The same, and the coordinator decides, among the exact modes."""
+    """As `balanced`, and the coordinator decides, among the exact modes."""
     return _compared("auto", 8, 4.0, accuracy="exact")
 
 

@@ -36,13 +36,18 @@ def _train(
     optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
     loading = {name: value for name, value in given.items() if name != "accuracy"}
     loader = hvd.shard(make_dataset(), batch_size=batch, seed=11, microbatches=parts, **loading)
+    evaluation = hvd.shard(make_dataset(), batch_size=200)
     behind: list[torch.Tensor] = []
     taken: list[list[list[list[int]]]] = []
     for epoch in range(epochs):
         taken.append([[]])
         for inputs, wanted, numbers in loader:
+            if len(taken[-1]) == 3 and not taken[-1][-1]:  # A validation behind a step, and one inside of it.
+                list(evaluation)
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+            if len(taken[-1]) == 5 and not taken[-1][-1]:
+                list(evaluation)
             # By hand and of a part: without effect.
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-9)
             taken[-1][-1].append(numbers.tolist())
@@ -171,9 +176,26 @@ def unfed() -> dict[str, Any]:
     return explained("sync(steal)", "microbatches")
 
 
+def _fetched_ahead() -> str:
+    """Train with a wrapper that fetches each micro-batch while its predecessor is worked on; return the error."""
+    net = make_net()
+    optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode="sync(steal)")
+    batches = iter(hvd.shard(make_dataset(), batch_size=BATCH, seed=11, microbatches=PARTS))
+    present = next(batches)
+    for coming in batches:
+        try:
+            torch.nn.functional.mse_loss(net(present[0]), present[1]).backward()
+        except hvd.StarError as error:
+            batches.close()
+            return str(error)
+        optimizer.step()
+        present = coming
+    return ""
+
+
 def wrong() -> dict[str, Any]:
     """What is refused, on all ranks alike."""
-    found = []
+    found = [_fetched_ahead()]
     attempts: list[tuple[str, dict[str, Any]]] = [
         ("sync(steal)", {"parts": 21}), ("partial(3)", {}), ("sync(24,12,16,28)", {}),
         ("sync(steal)", {"parts": 2, "batches": 3}),

@@ -28,7 +28,7 @@ def test_unequal_batches_are_one_process_with_the_global_batch() -> None:
     assert results[0]["mode"] == "sync(24,12,16,24)"
 
 
-@pytest.mark.parametrize("scenario", ["balanced", "loaded_ahead", "auto"])
+@pytest.mark.parametrize("scenario", ["balanced", "loaded_ahead", "several", "auto"])
 def test_a_slow_rank_gets_fewer_samples(scenario: str) -> None:
     results = _job(scenario)
     check(results)

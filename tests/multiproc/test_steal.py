@@ -107,6 +107,7 @@ def test_without_micro_batches_it_is_refused_with_the_reason() -> None:
 
 def test_what_cannot_be_is_refused_with_what_to_do() -> None:
     for result in _job("wrong"):
-        many, relaxed, shares, stream = result["errors"]
+        ahead, many, relaxed, shares, stream = result["errors"]
+        assert "second micro-batch before the first gave a gradient" in ahead and "leave it out" in ahead
         assert "1 to the batch_size, 20" in many and "leave microbatches out" in relaxed
         assert "leave microbatches out" in shares and "IterableDataset" in stream

@@ -123,7 +123,12 @@ class World:
             steps_made=lambda: self.steps[rank],
             asked=AskedPlans(ranks, 0),
             batch_delivered=lambda loader, index: client.batch_sizes(loader).delivered(index),
-            note_batch=lambda weight, *_: self.weights.append(weight),
+            note_input=lambda *_: None,
+            feeding=SimpleNamespace(
+                begin=lambda loader: None,
+                end=lambda loader: None,
+                note=lambda loader, weight: self.weights.append(weight),
+            ),
             inactive=lambda reason: contextlib.nullcontext(),
             meeting=lambda reason, *, out_of_data, if_true: contextlib.nullcontext(if_true()),
         )

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from star_hvd.channel.messages.base import Message, message_kind
 
-__all__ = ["EPOCH_START", "MemoryLimit", "ShareOrder", "ShareProposal", "ShareReady"]
+__all__ = ["EPOCH_START", "Feeds", "MemoryLimit", "ShareOrder", "ShareProposal", "ShareReady"]
 
 EPOCH_START = -1
 """In place of a step: the first one of an epoch that no rank has begun."""
@@ -84,3 +84,12 @@ class MemoryLimit(Message):
     kind: ClassVar[str] = "memory_limit"
     loader: int
     most: int
+
+
+@message_kind
+@dataclass(frozen=True, slots=True)
+class Feeds(Message):
+    """Rank 0: gradients follow the batches of this loader, so batch shares are for it."""
+
+    kind: ClassVar[str] = "feeds"
+    loader: int

@@ -406,6 +406,43 @@ def test_a_change_begins_at_the_latest_step_and_says_what_every_rank_gets_of_the
     assert state.opens(LeaseAsk(0, 1, 1007, 10, False, 0), 1007) == ((15, 5), False)
 
 
+def _ready(loader: int, number: int) -> ShareReady:
+    return ShareReady(loader, number, 0, 5, 1, 50, [0, 10], 0)
+
+
+def test_shares_follow_the_loader_whose_batches_gradients_follow() -> None:
+    sent: list[Message] = []
+    state = ShareState(2, sent.append)
+    state.in_step = True
+    for loader in (0, 1, 2):  # For validation, for training, and one whose sizes are fixed.
+        shares, _ = state.opens(LeaseAsk(loader, 0, 1000, 10, False, 0, fixed=loader == 2), 1000)
+        assert shares == (() if loader == 2 else (10, 10)), "each step has the samples of plain Horovod"
+    assert state.loader == 0 and not state.bind(2, 5) and not state.bind(7, 5) and not state.bind(0, 5)
+    state.propose((15, 5), now_s=0.0)
+    state.ready(0, _ready(0, 1), 9, 0.0)
+    assert state.bind(1, 6) and state.loader == 1 and not state.pending
+    assert sent[-1] == ShareOrder(0, 1, False, [], 0, 0, 0), "what was proposed for the first one is given up"
+    assert state.ready(1, _ready(0, 1), 9, 0.0) is None, "an answer may come later"
+    assert state.shares == (10, 10) and state.opens(LeaseAsk(0, 1, 1000, 10, False, 0), 1000) == ((10, 10), False)
+    state.propose((15, 5), now_s=0.0)
+    assert state.ready(0, _ready(1, 2), 9, 0.0) is None
+    change = state.ready(1, _ready(1, 2), 9, 0.0)
+    assert change is not None and sent[-1] == ShareOrder(1, 2, True, [15, 5], 0, 5, 900)
+    assert state.opens(LeaseAsk(1, 1, 1000, 10, False, 0), 1000) == ((15, 5), False)
+    assert state.opens(LeaseAsk(0, 2, 1000, 10, False, 0), 1000) == ((10, 10), False)
+
+
+def test_speeds_are_kept_where_the_next_loader_has_equal_batches_and_learned_anew_where_not() -> None:
+    control = ShareControl(2, lambda message: None)
+    for loader, batch in ((0, 10), (1, 10), (2, 64)):
+        control.state.opens(LeaseAsk(loader, 0, 1000, batch, False, 0), 1000)
+    first = control.policy
+    control.bind(1, 5)
+    assert control.policy is first
+    control.bind(2, 9)
+    assert control.policy is not first and control.state.samples(0, 3) == 64
+
+
 def test_ranks_between_two_epochs_are_asked_again_and_all_of_them_begin_the_next_one_with_the_shares() -> None:
     sent: list[Message] = []
     state = ShareState(2, sent.append)

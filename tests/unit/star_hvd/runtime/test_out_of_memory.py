@@ -72,6 +72,14 @@ def test_every_sample_is_in_one_part_that_fits_and_the_last_one_makes_the_step(m
             assert run.in_hand is None and run.forgotten == 0
 
 
+def test_another_loader_s_loop_inside_leaves_the_micro_batch_in_hand_alone() -> None:
+    """A validation between two micro-batches of the training."""
+    run = Run()
+    run.in_hand = training = object()
+    assert list(_deliver(run, Repeats(), [1, 2, 3])) == [[1, 2, 3]]
+    assert run.in_hand is training and run.forgotten == 0
+
+
 def test_the_limit_is_sent_and_later_batches_are_cut_to_it() -> None:
     run, repeats = Run(), Repeats()
     for part in _deliver(run, repeats, list(range(20))):

@@ -18,6 +18,7 @@ from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.device import PARTS, Streams
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.modes.driver import StepDriver
+from star_hvd.runtime.feeding import Feeding
 from star_hvd.wrapper import bucket_core
 from star_hvd.wrapper.bucket_core import BucketCore
 from tests.support.device_world import running
@@ -30,6 +31,7 @@ class Run:
     """As much of a rank's runtime as an optimizer that makes no step asks for."""
 
     world_size, rank, in_hand = 1, 0, None
+    feeding = Feeding(lambda loader: None)
 
     def __init__(self, give: Callable[[Bucket], None]) -> None:
         none: Any = None
@@ -41,9 +43,6 @@ class Run:
 
     def attach(self, driver: StepDriver, engine: StepEngine, initial: Plan, plan: Plan | None, *, exact: bool) -> None:
         driver.engine, driver.switcher = engine, SimpleNamespace(active_mode=None)  # type: ignore[assignment]
-
-    def batch_weight(self, passes: int) -> float:
-        return 1.0
 
 
 class Hooked:

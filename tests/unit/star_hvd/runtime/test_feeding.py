@@ -1,0 +1,115 @@
+"""Which loader feeds the training, among all that a program iterates over."""
+
+from __future__ import annotations
+
+import pytest
+
+from star_hvd.runtime.feeding import Feeding
+
+TRAINING, OTHER, LATER = 3, 4, 5
+
+
+class Program:
+    """What a program does: batches of loaders, and gradients."""
+
+    def __init__(self) -> None:
+        self.found: list[int] = []
+        self.feeding = Feeding(self.found.append)
+
+    def step(self, *loaders: int, weight: float = 1.0) -> float:
+        """Take a batch of each loader; return the weight of the gradient that follows."""
+        for loader in loaders:
+            self.feeding.note(loader, weight)
+        return self.feeding.weight(1)
+
+
+@pytest.fixture
+def program() -> Program:
+    return Program()
+
+
+def test_a_batch_weighs_nothing_special_without_a_loader(program: Program) -> None:
+    assert program.feeding.weight(1) == 1.0 and program.feeding.largest == 0.0 and program.feeding.loader == -1
+
+
+def test_the_weight_of_a_batch_ends_with_its_loop(program: Program) -> None:
+    """Training on batches of another loader, with a validation that ends in a short batch."""
+    program.feeding.begin(OTHER)
+    program.feeding.note(OTHER, 1.0)
+    program.feeding.note(OTHER, 0.25)
+    program.feeding.end(OTHER)
+    assert program.feeding.weight(1) == 1.0
+    assert program.found == [] and program.feeding.loader == -1
+
+
+def test_a_validation_in_the_middle_changes_nothing(program: Program) -> None:
+    feeding = program.feeding
+    feeding.begin(TRAINING)
+    assert program.step(TRAINING, weight=0.75) == 0.75
+    feeding.begin(OTHER)
+    for _ in range(3):
+        feeding.note(OTHER, 0.1)
+    feeding.end(OTHER)
+    assert feeding.weight(1) == 0.75, "another step with the same batch"
+    assert program.step(TRAINING, weight=0.5) == 0.5
+    assert program.found == [TRAINING]
+
+
+def test_a_loader_that_takes_over_is_found(program: Program) -> None:
+    feeding = program.feeding
+    for loader in (TRAINING, LATER):  # A stage, or an epoch, after the other.
+        feeding.begin(loader)
+        assert [program.step(loader, weight=w) for w in (1.0, 0.5, 0.25)] == [1.0, 0.5, 0.25]
+        feeding.end(loader)
+    assert program.found == [TRAINING, LATER] and feeding.largest == 1.0
+
+
+def test_of_two_loaders_in_every_step_the_first_feeds(program: Program) -> None:
+    program.feeding.begin(TRAINING)
+    program.feeding.begin(OTHER)
+    for weight in (0.5, 0.75):
+        program.feeding.note(TRAINING, weight)
+        program.feeding.note(OTHER, 1.0)
+        assert program.feeding.weight(1) == weight
+    assert program.found == [TRAINING]
+
+
+def test_loaders_in_turn_have_their_own_weights_and_none_is_named(program: Program) -> None:
+    program.feeding.begin(TRAINING)
+    program.feeding.begin(OTHER)
+    for _ in range(4):
+        assert program.step(TRAINING, weight=0.5) == 0.5
+        assert program.step(OTHER, weight=2.0) == 2.0
+    assert program.found == []
+
+
+def test_several_passes_weigh_their_mean_and_the_user_s_weight_counts_for_one_batch(program: Program) -> None:
+    feeding = program.feeding
+    feeding.begin(TRAINING)
+    feeding.note(TRAINING, 1.0)
+    feeding.note(TRAINING, 0.5)
+    assert feeding.weight(2) == 0.75
+    feeding.weigh(7.0)
+    assert feeding.weight(1) == 7.0
+    assert program.step(TRAINING, weight=0.5) == 0.5
+
+
+def test_an_iteration_inside_one_of_the_same_loader_ends_alone(program: Program) -> None:
+    feeding = program.feeding
+    feeding.begin(TRAINING)
+    feeding.begin(TRAINING)
+    feeding.note(TRAINING, 0.5)
+    feeding.end(TRAINING)
+    assert feeding.weight(1) == 0.5
+    feeding.end(TRAINING)
+    assert feeding.weight(1) == 1.0
+
+
+def test_old_loaders_are_forgotten(program: Program) -> None:
+    for loader in range(100):
+        program.feeding.begin(loader)
+        program.step(loader)
+        program.step(loader)
+        program.feeding.end(loader)
+    assert program.found == list(range(100))
+    assert len(program.feeding._weights) < 10
