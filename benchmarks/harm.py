@@ -1,7 +1,8 @@
 """Whether `auto` does harm where there is nothing to gain: busy jobs on few cores, no rank slower than another.
 
 Every job trains in `sync` and in `auto`, in alternating runs, while other processes use part of the cores. `ratio` is
-the time of all steps in `auto` over that in `sync`; it must not exceed 1.05, whatever `auto` tried in between.
+the median time of a run in `auto` over that in `sync`; it must not exceed 1.05, whatever `auto` tried in between. One
+run of some seconds says little on a busy machine: two in the same mode differ by up to a tenth.
 """
 
 from __future__ import annotations
@@ -114,10 +115,10 @@ def _measure(ranks: int, count: int, share: float, args: argparse.Namespace) -> 
         for turn in range(args.turns):
             for mode in runs if turn % 2 == 0 else reversed(runs):
                 runs[mode].append(_run(mode, ranks, args))
-    total_s = {mode: sum(one["time_s"] for one in found) for mode, found in runs.items()}
-    found: dict[str, Any] = {"ranks": ranks, "load": count, "share": share, "steps": args.steps * args.turns}
-    found |= {f"{mode}_s": total for mode, total in total_s.items()}
-    return {**found, "ratio": total_s["auto"] / total_s["sync"], "runs": runs}
+    time_s = {mode: statistics.median(one["time_s"] for one in found) for mode, found in runs.items()}
+    found: dict[str, Any] = {"ranks": ranks, "load": count, "share": share, "steps": args.steps}
+    found |= {f"{mode}_s": median_s for mode, median_s in time_s.items()}
+    return {**found, "ratio": time_s["auto"] / time_s["sync"], "runs": runs}
 
 
 def _run(mode: str, ranks: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.harm", description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=len(_JOBS), help=f"how many, of {len(_JOBS)} kinds in turn")
     parser.add_argument("--steps", type=int, default=400, help="of a run")
-    parser.add_argument("--turns", type=int, default=1, help="runs of each mode, in turns")
+    parser.add_argument("--turns", type=int, default=3, help="runs of each mode, in turns")
     parser.add_argument("--deadline-s", type=float, default=240.0, help="of a job")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)

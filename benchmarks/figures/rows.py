@@ -132,6 +132,12 @@ def of_harm(result: Figures) -> Figures:
     return {"cores": result["cores"], "jobs": len(ratios), "median": statistics.median(ratios), "worst": max(ratios)}
 
 
+def of_neighbours(result: Figures) -> Figures:
+    """Return how often servers avoided a busy host, and the step time of another job beside them."""
+    busy, neighbour = result["busy"], result["neighbour"]
+    return {"avoided": busy["avoided"], "of": busy["of"], "neighbour_ratio": neighbour["ratio"]["placed"]}
+
+
 def _training(name: str, part: str, *options: str, modes: tuple[str, ...] = ()) -> Row:
     """Return a row of trainings, all its variants in one run. Of an option given twice the last counts."""
     return Row(
@@ -215,6 +221,11 @@ ROWS: tuple[Row, ...] = (
         quick=("--blocks=2", "--steps=5", "--device-ms=5"), pick=keys(*STEP_FIGURES),
     ),
     Row(
+        name="overhead-work", part="costs", module="benchmarks.overhead",
+        options=("--ranks=2", "--work-after-backward-ms=60", "--blocks=8"),
+        quick=("--blocks=2", "--steps=5", "--device-ms=5"), pick=keys(*STEP_FIGURES),
+    ),
+    Row(
         name="loader", part="costs", module="benchmarks.loader", pick=keys("cores", "ratio_5ms", "ratio_jpeg"),
     ),
     Row(
@@ -244,6 +255,14 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         name="transmission", part="costs", module="benchmarks.transmission", pick=keys("ranks", *LINK_FIGURES),
+    ),
+    Row(
+        name="compression", part="costs", module="benchmarks.compression",
+        quick=("--seeds=1", "--epochs=1", "--networks=usual"), pick=keys("ranks", "seeds", "worst_difference"),
+    ),
+    Row(
+        name="neighbours", part="costs", module="benchmarks.neighbours", options=("--placed-only",),
+        quick=("--total=1", "--jobs=1", "--turns=1", "--phase-s=3"), pick=of_neighbours,
     ),
     Row(
         name="decision", part="decisions", module="benchmarks.decision", quick=("--ranks", "8", "--repeats", "2"),
