@@ -55,13 +55,13 @@ from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import ChannelError, StarError
+from star_hvd.input.feeding import Feeding
 from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.modes.driver import StepDriver
 from star_hvd.run_log import new_run_name
 from star_hvd.runtime import program_end
 from star_hvd.runtime.asked_plans import AskedPlans
 from star_hvd.runtime.coordinator_client import CoordinatorClient
-from star_hvd.runtime.feeding import Feeding
 from star_hvd.runtime.job_log import JobLog, check_curves
 from star_hvd.runtime.machine_notes import MachineNotes
 from star_hvd.runtime.meetings import Meetings

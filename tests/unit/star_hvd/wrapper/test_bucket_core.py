@@ -17,8 +17,8 @@ from star_hvd.engine.applier import Applier
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.device import PARTS, Streams
 from star_hvd.engine.step_engine import StepEngine
+from star_hvd.input.feeding import Feeding
 from star_hvd.modes.driver import StepDriver
-from star_hvd.runtime.feeding import Feeding
 from star_hvd.wrapper import bucket_core
 from star_hvd.wrapper.bucket_core import BucketCore
 from tests.support.device_world import running

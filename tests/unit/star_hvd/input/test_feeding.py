@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from star_hvd.runtime.feeding import Feeding
+from star_hvd.input.feeding import Feeding
 
 TRAINING, OTHER, LATER = 3, 4, 5
 
@@ -105,11 +105,9 @@ def test_an_iteration_inside_one_of_the_same_loader_ends_alone(program: Program)
     assert feeding.weight(1) == 1.0
 
 
-def test_old_loaders_are_forgotten(program: Program) -> None:
+def test_every_one_of_many_loaders_after_another_is_found(program: Program) -> None:
     for loader in range(100):
         program.feeding.begin(loader)
-        program.step(loader)
-        program.step(loader)
+        assert [program.step(loader, weight=0.5), program.step(loader)] == [0.5, 1.0]
         program.feeding.end(loader)
     assert program.found == list(range(100))
-    assert len(program.feeding._weights) < 10
