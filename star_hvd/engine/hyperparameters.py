@@ -83,9 +83,11 @@ class HyperRow:
 
 
 def _like(old: Any, numbers: Sequence[float]) -> Any:
-    """Return `numbers` in the shape and type of `old`."""
+    """Return `numbers` in the shape and type of `old`; an integer becomes a float if its number is not whole."""
     if isinstance(old, torch.Tensor):
         return torch.as_tensor(numbers[0], dtype=old.dtype, device=old.device).reshape(old.shape)
     if isinstance(old, (tuple, list)):
         return type(old)(_like(part, [number]) for part, number in zip(old, numbers, strict=True))
+    if isinstance(old, int) and not float(numbers[0]).is_integer():
+        return numbers[0]  # `lr=1`, say, whose schedule has gone on to 0.1 on the leader.
     return type(old)(numbers[0])

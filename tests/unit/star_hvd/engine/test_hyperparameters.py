@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -124,3 +125,31 @@ def test_groups_that_share_one_tensor_get_their_own_value_back() -> None:
     with subject.applied(mine, [0.5, 0.5]):
         assert float(rate) == 0.5
     assert float(rate) == 0.125
+
+
+def test_an_integer_takes_a_fraction_and_stays_an_integer_for_whole_numbers() -> None:
+    """`lr=1` and SGD's defaults of 0 are integers; the leader, past a change of a schedule, sends fractions."""
+    mine: list[dict[str, Any]] = [{"params": [], "lr": 1, "nesterov": False, "range": (0, 1), "weight_decay": 0}]
+    subject = HyperRow(mine)
+    with subject.applied(mine, [0.1, 1.0, 0.0, 0.5, 0.01]):
+        assert mine[0] == {"params": [], "lr": 0.1, "nesterov": True, "range": (0, 0.5), "weight_decay": 0.01}
+        assert type(mine[0]["nesterov"]) is bool and type(mine[0]["range"][0]) is int
+    with subject.applied(mine, [3.0, 0.0, 0.0, float("inf"), float("nan")]):
+        assert type(mine[0]["lr"]) is int and mine[0]["lr"] == 3
+        assert mine[0]["range"] == (0, float("inf")) and math.isnan(mine[0]["weight_decay"])
+    assert mine == [{"params": [], "lr": 1, "nesterov": False, "range": (0, 1), "weight_decay": 0}]
+    assert type(mine[0]["lr"]) is int and type(mine[0]["nesterov"]) is bool
+
+
+@pytest.mark.parametrize("names", [("lr",), ("weight_decay", "momentum", "dampening")])
+def test_a_late_rank_with_integers_makes_the_leaders_step(names: tuple[str, ...]) -> None:
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    leader, late = (torch.optim.SGD([param], lr=1) for param in params)
+    leader.param_groups[0].update(dict.fromkeys(names, 0.25))
+    row = HyperRow(leader.param_groups).read(leader.param_groups)
+    for _ in range(3):
+        for param, optimizer in zip(params, (leader, late), strict=True):
+            param.grad = torch.full((3,), 0.5)
+            with HyperRow(optimizer.param_groups).applied(optimizer.param_groups, row):
+                optimizer.step()
+    assert torch.equal(params[0], params[1])
