@@ -111,8 +111,9 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the training function of an elastic job; see `horovod.torch.elastic.run`.
 
     If a rank is lost: the survivors' steps fail with `HorovodInternalError`, Horovod forms a new world, the state is
-    restored to its last commit, and every optimizer found in the state continues in `sync` in the new world. A failure
-    of the channel (`ChannelError`, `DeadlineError`) is treated the same.
+    restored to its last commit, and every optimizer found in the state continues in `sync` in the new world, until
+    its mode, parsed again for the new number of ranks, is in force; a mode that is impossible there stays `sync`, with
+    a warning. A failure of the channel (`ChannelError`, `DeadlineError`) is treated the same.
     """
 
     @functools.wraps(function)

@@ -16,13 +16,14 @@ import torch
 from horovod.torch import mpi_ops
 from horovod.torch.mpi_ops import Average, global_process_set
 
-from scheduler.records import Plan, parse_mode
+from scheduler.plan.mode_names import suits_some_world
+from scheduler.records import Plan, PlanError, parse_mode
 from star_hvd import env
 from star_hvd.compression import Compression
 from star_hvd.config import Config
 from star_hvd.runtime import runtime
 from star_hvd.wrapper.arguments import check_accuracy, check_numbers, check_overlap, check_predivide, names_of
-from star_hvd.wrapper.bucket_core import BY_HAND, BucketCore
+from star_hvd.wrapper.bucket_core import BY_HAND, MODE_NOT_POSSIBLE, BucketCore
 from star_hvd.wrapper.dropped import release_dropped
 from star_hvd.wrapper.lockstep_core import NativeCore
 from star_hvd.wrapper.unweighted import HorovodsOwn, note_reducing, unweighted
@@ -105,6 +106,7 @@ def DistributedOptimizer(
     check_numbers(backward_passes_per_step, groups, max_grad_norm)
     exact = check_accuracy(env.accuracy() or accuracy) == "exact"
     overlaps = check_overlap(env.overlap(), overlap)
+    mode = env.mode() or mode
     plan = _plan_of(mode, config or Config(), exact=exact)
     if op == mpi_ops.Adasum and mpi_ops.size() > 1:
         return _adasum(optimizer, named_parameters, compression, backward_passes_per_step, op, process_set)
@@ -119,6 +121,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
         plan=plan,
+        mode=mode,
         config=config,
         max_grad_norm=max_grad_norm,
         exact=exact,
@@ -127,10 +130,16 @@ def DistributedOptimizer(
 
 
 def _plan_of(mode: str | Plan, config: Config, *, exact: bool) -> Plan | None:
-    """Return the plan of a mode, None for `auto`; an error if it is not exact and has to be."""
-    plan = parse_mode(
-        env.mode() or mode, int(mpi_ops.size()), damping=config.damping, max_staleness=config.max_staleness
-    )
+    """Return the plan of a mode, None for `auto`; an error if it is impossible, or is not exact and has to be."""
+    size, settings = int(mpi_ops.size()), {"damping": config.damping, "max_staleness": config.max_staleness}
+    try:
+        plan = parse_mode(mode, size, **settings)
+    except PlanError as error:
+        if not (_is_elastic() and suits_some_world(mode)):
+            raise
+        # A new worker in a world that has changed since: as on the ranks that are there, see `BucketCore.restart`.
+        logger.warning(MODE_NOT_POSSIBLE, mode, size, error)
+        plan = Plan.sync(size, **settings)
     if exact and plan is not None and plan.mode != "sync":
         raise ValueError(
             f"mode is {plan.label} with accuracy 'exact'; expected 'auto', 'sync', 'sync(balanced)' or 'sync(steal)', "
@@ -258,6 +267,7 @@ class _Wrapper:
             fp16=given["compression"] is Compression.fp16,
             lossy=given["compression"] is Compression.auto,
             plan=given["plan"],
+            mode=given["mode"],
             run=None if _is_elastic() else runtime.ensure(given["config"]),
             config=given["config"] or Config(),
             exact=given["exact"],

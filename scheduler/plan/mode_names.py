@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from scheduler.plan.plan import Plan, PlanError
 from scheduler.plan.transmission import Transmission
 
-__all__ = ["NAMED", "parse_mode"]
+__all__ = ["NAMED", "parse_again", "parse_mode", "suits_some_world"]
 
 _EXPECTED = (
     "'auto', 'sync', 'sync(balanced)', 'sync(24,12,16,24)', 'sync(steal)', 'partial', 'partial(m)', 'subgroup(0,1,2)', "
@@ -18,6 +19,13 @@ _EXPECTED = (
 )
 _NAME = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
 _BACKGROUND = re.compile(r"(?:.*,)?background")
+# Modes in which some ranks may be late.
+_WAITS_FOR = re.compile(r"(?:partial|ps)\((?:\d+|backup=\d+|grace=\d+)\b.*\)")
+_OF_ANY_WORLD = (
+    "damping", "max_staleness", "local_steps", "local_s", "lr_rule", "noise_scale", "guard", "transmission", "servers",
+    "reason",
+)  # fmt: skip
+_MOST_RANKS_TRIED = 4096
 
 
 def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
@@ -64,6 +72,46 @@ def parse_mode(mode: str | Plan, world_size: int, **fields: Any) -> Plan | None:
         raise
     except ValueError as error:
         raise PlanError(f"mode is {mode!r}: {error}; expected {_EXPECTED}") from None
+
+
+def parse_again(mode: str | Plan, plan: Plan, world_size: int, **fields: Any) -> Plan:
+    """Return the plan of the user's mode after the number of ranks has changed (elastic).
+
+    A name means what it means in a new job, except that with `partial(m)`, `ps(x)`, `ps(backup=b)` and `ps(grace=b)` as
+    many ranks may be late as before; `ps(1)` stays asynchronous. Of a `Plan`, groups are formed anew.
+
+    Args:
+        mode: The user's mode, not `auto`.
+        plan: Its plan in the former world.
+        world_size: Number of ranks now.
+        fields: As for `parse_mode`.
+
+    Raises:
+        PlanError: The mode is not possible with so many ranks.
+    """
+    if isinstance(mode, Plan):
+        made = parse_again(mode.label, mode, world_size)
+        return made.replace(**{name: getattr(mode, name) for name in _OF_ANY_WORLD})
+    text = "".join(mode.split()).lower()
+    if _WAITS_FOR.fullmatch(text) and text.startswith(plan.mode) and not text.startswith(("ps(1)", "ps(1,")):
+        late = plan.world_size - plan.quorum
+        return plan.replace(world_size=world_size, quorum=max(1, world_size - late))
+    made_again = parse_mode(mode, world_size, **fields)
+    assert made_again is not None
+    return made_again
+
+
+def suits_some_world(mode: str | Plan) -> bool:
+    """Whether a mode that `parse_mode` refuses is possible with another number of ranks."""
+    if isinstance(mode, Plan):
+        return True
+    numbers = [int(number) for number in re.findall(r"\d+", str(mode))]
+    for ranks in {len(numbers), max(numbers, default=0) + 1}:  # Shares of so many ranks, or a rank of this number.
+        with contextlib.suppress(PlanError):
+            if ranks <= _MOST_RANKS_TRIED:
+                parse_mode(mode, max(1, ranks))
+                return True
+    return False
 
 
 def _whole(text: str | None, what: str) -> int:

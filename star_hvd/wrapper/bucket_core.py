@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from horovod.common.exceptions import HorovodInternalError
 
-from scheduler.records import Plan
+from scheduler.plan.mode_names import parse_again
+from scheduler.records import Plan, PlanError
 from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier, replayable
@@ -38,12 +39,13 @@ from star_hvd.wrapper.same_parameters import same_on_all_ranks
 from star_hvd.wrapper.sparse import SparseGradients
 from star_hvd.wrapper.unweighted import unweighted
 
-__all__ = ["BY_HAND", "BucketCore"]
+__all__ = ["BY_HAND", "MODE_NOT_POSSIBLE", "BucketCore"]
 
 logger = logging.getLogger("star_hvd")
 
 Closure = Callable[[], Any]
 
+MODE_NOT_POSSIBLE = "mode %s is not possible with %d ranks: %s; training in sync until their number changes"
 BY_HAND = "the program calls synchronize() itself"
 _WRITES = "the program changes parameters itself between steps, which a rank that is late could not repeat"
 _cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # All of this process; used by the training thread.
@@ -76,6 +78,7 @@ class BucketCore:
         lossy: Whether gradients may be compressed with loss if that makes steps faster (`Compression.auto`).
         sparse_as_dense: Whether sparse gradients are made dense for the reduction.
         plan: The user's plan, None for `auto`.
+        mode: The mode it was made from, which says what it is with another number of ranks.
         run: The runtime. None in an elastic job, where a new worker must not call collectives before
             `hvd.elastic.run`, which attaches the optimizer.
         config: Settings of this optimizer; those of channel and control are the runtime's.
@@ -99,6 +102,7 @@ class BucketCore:
         fp16: bool,
         sparse_as_dense: bool,
         plan: Plan | None,
+        mode: str | Plan = "auto",
         run: runtime.Runtime | None,
         config: Config,
         names: dict[torch.nn.Parameter, str],
@@ -119,7 +123,7 @@ class BucketCore:
         self.requires_update: set[torch.nn.Parameter] = set()
         self._fp16 = fp16
         self._scale_by_ranks = scale_by_ranks
-        self._plan = plan
+        self._plan, self._mode = plan, mode
         self._max_grad_norm = max_grad_norm
         self._sparse = SparseGradients(sparse_as_dense, summed=scale_by_ranks)
         self._accumulation = Accumulation(sparse_as_dense)
@@ -186,15 +190,25 @@ class BucketCore:
         collective = collective_of_all(driver, applier.streams, ordered=bool(self._overlap_asked))
         engine = self._new_engine(run, driver, initial, applier, collective)
         plan = self._plan
-        if plan is not None and plan.world_size != run.world_size:  # Elastic: as many ranks may be late as before.
-            late = plan.world_size - plan.quorum
-            plan = plan.replace(world_size=run.world_size, quorum=max(1, run.world_size - late))
+        if plan is not None and plan.world_size != run.world_size:
+            plan = self._plan_in(run.world_size, warns=run.rank == 0)
         run.attach(driver, engine, initial, plan, exact=self._exact)
         if isinstance(collective, OrderedCollective):
             deadline_s, auto = self._config.step_deadline_s, self._overlap_asked == "auto"
             self._overlap = Overlap(driver, collective, deadline_s, auto=auto)
         self._pin_to_what_works(driver, plan)
         return driver
+
+    def _plan_in(self, world_size: int, *, warns: bool) -> Plan:
+        """Return the user's plan in another world (elastic), `sync` if the user's mode is not possible there."""
+        assert self._plan is not None
+        settings = {"damping": self._config.damping, "max_staleness": self._config.max_staleness}
+        try:
+            return parse_again(self._mode, self._plan, world_size, **settings)
+        except PlanError as error:
+            if warns:
+                logger.warning(MODE_NOT_POSSIBLE, self._plan.label, world_size, error)
+            return Plan.sync(world_size, reason=f"{self._plan.label} is not possible: {error}", **settings)
 
     def _connect(self, driver: StepDriver) -> None:
         """Give the driver its access to the buckets."""

@@ -26,6 +26,7 @@ from star_hvd.runtime import runtime
 from tests.support.launch import write_result
 
 STEPS, COMMIT_EVERY, STRIKES_AT, VICTIM = 40, 5, 13, 3
+OF_FOUR = "sync(3,2,2,1)"  # Mode of a second optimizer, which makes one step after every commit.
 
 
 def lose_channel() -> None:
@@ -65,7 +66,14 @@ def main(library: str, mode: str, fault: str = "kill") -> None:
     # Pushes go as a whole, so that one can be announced and not sent.
     options = {"mode": mode, "config": Config(background=False)} if library == "star_hvd" else {}
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), **options)
-    state = importlib.import_module(f"{library}.elastic").TorchState(net, optimizer, step=0, worlds=[])
+    other = torch.nn.Linear(8, 1)
+    options = {"mode": OF_FOUR} if library == "star_hvd" else {}
+    beside = hvd.DistributedOptimizer(
+        torch.optim.SGD(other.parameters(), lr=0.01), named_parameters=other.named_parameters(), **options
+    )
+    state = importlib.import_module(f"{library}.elastic").TorchState(
+        net, optimizer, other=other, beside=beside, step=0, worlds=[]
+    )
     resumed: list[int] = []
     struck = False
 
@@ -86,12 +94,16 @@ def main(library: str, mode: str, fault: str = "kill") -> None:
             state.step += 1
             if state.step % COMMIT_EVERY == 0:
                 state.commit()
+                beside.zero_grad()
+                other(torch.randn(4, 8)).square().mean().backward()
+                beside.step()
 
     train(state)
     report = hvd.report() if library == "star_hvd" else None
     if hasattr(optimizer, "close"):
         optimizer.close()
-    raw = b"".join(param.detach().numpy().tobytes() for param in net.parameters())
+        beside.close()
+    raw = b"".join(param.detach().numpy().tobytes() for param in (*net.parameters(), *other.parameters()))
     write_result(
         {
             "step": state.step,
@@ -99,6 +111,7 @@ def main(library: str, mode: str, fault: str = "kill") -> None:
             "resumed": resumed,
             "mode": report.mode if report is not None else "",
             "reason": report.reason if report is not None else "",
+            "beside": getattr(beside, "mode", ""),
             "digest": hashlib.sha256(raw).hexdigest()[:16],
         }
     )

@@ -84,6 +84,9 @@ def test_survivors_of_an_elastic_job_go_on_from_their_last_commit(tmp_path: Path
         assert facts["step"] == 40 and facts["size"] == 2
         assert facts["resumed"][0] == 0 and facts["resumed"][-1] in (5, 10), "it goes on from a commit"
     assert len({facts["digest"] for facts in survivors}) == 1
+    assert [facts["beside"] for facts in survivors] == ["sync"] * 2
+    why = "mode sync(3,2,2,1) is not possible with 2 ranks: plan batch_shares has 4 numbers"
+    assert result.output.count(why) == 1, result.tail
     (told,) = [facts for facts in survivors if facts["mode"]]
     assert (told["mode"], told["reason"]) == ("partial(1)", "asked for by the user"), "the user's mode, not auto's"
 
