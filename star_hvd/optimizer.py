@@ -21,6 +21,7 @@ from scheduler.records import Plan, PlanError, parse_mode
 from star_hvd import env
 from star_hvd.compression import Compression
 from star_hvd.config import Config
+from star_hvd.engine.exchange.scaled_steps import ScaledSteps
 from star_hvd.runtime import runtime
 from star_hvd.wrapper.arguments import check_accuracy, check_numbers, check_overlap, check_predivide, names_of
 from star_hvd.wrapper.bucket_core import BY_HAND, MODE_NOT_POSSIBLE, BucketCore
@@ -245,6 +246,7 @@ class _Wrapper:
         self.synchronized = False
         self.should_synchronize = True
         self.stepped = False
+        self.scaled = ScaledSteps()
         self.size = int(mpi_ops.size())
         self.core: BucketCore | NativeCore = self._core()
 
@@ -350,13 +352,23 @@ class _Wrapper:
                 )
             # Reduce again, as Horovod does: no rank knows whether others have new gradients since their synchronize().
             if isinstance(self.core, BucketCore):
-                self.core.synchronize(manual=False, whole=self._whole(grad_scaler))
+                scaled = grad_scaler is not None  # A helper could not undo that.
+                self.core.synchronize(manual=False, whole=self._whole(grad_scaler), can_replay=not scaled)
             else:
                 self.core.synchronize(manual=False)
         self.synchronized = False
-        skip = grad_scaler is not None and _found_infinity(grad_scaler, self.wrapped())
+        skip = grad_scaler is not None and self._skips(grad_scaler)
         value = self.core.apply(skip=skip)
         return loss if closure is not None else value
+
+    def _skips(self, grad_scaler: Any) -> bool:
+        """Unscale the gradients and return whether the step must not be applied."""
+        found = _found_infinity(grad_scaler, self.wrapped())
+        if isinstance(self.core, BucketCore) and self.core.is_member:
+            engine = self.core.driver.engine
+            whole, mixed = self.core.whole_step, engine.agreement.mixed
+            return self.scaled.skips(grad_scaler, engine.step, whole=whole, mixed=mixed) or found
+        return found
 
     @property
     def _accumulates(self) -> bool:

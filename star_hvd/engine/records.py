@@ -136,13 +136,14 @@ class Result:
     """A reduced step: averaged gradients, one flat buffer per bucket, and the hyperparameters to apply it with.
 
     `row` is None if every rank uses its own hyperparameters, exactly as in Horovod. A thread that did not compute the
-    means orders itself behind `fence` before it uses them.
+    means orders itself behind `fence` before it uses them. `complete` says whether every member's gradient is fresh.
     """
 
     step: int
     means: list[torch.Tensor]
     row: tuple[float, ...] | None
     fence: Fence = DONE
+    complete: bool = True
 
 
 @dataclass(slots=True)

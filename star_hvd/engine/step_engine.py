@@ -694,7 +694,7 @@ class StepEngine:
             )
         if self.plan is not before:
             self._exchange.plan_taken()
-        return Result(step.number, means, row)
+        return Result(step.number, means, row, complete=complete)
 
     def _end_inflight(self, step: OpenStep) -> bool:
         reduced = self._exchange.read(step)

@@ -105,8 +105,9 @@ class LocalSteps:
         engine, weight = self._engine, self._engine.own.weight
         engine.own.steps += 1
         if self.over:  # The mode ended while this rank was inactive.
-            flats = [self._weighted(bucket, weight).clone() for bucket in engine.applier.buckets]
-            engine.keep_late(flats, engine.step)
+            for bucket in engine.applier.buckets:
+                engine.own.weigh(bucket, skip=skip)
+            engine.keep_late([bucket.flat.clone() for bucket in engine.applier.buckets], engine.step)
             return None
         self.take_over()
         for bucket in engine.applier.buckets:

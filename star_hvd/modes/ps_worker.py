@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from scheduler.records import Plan
-from star_hvd.engine.buckets import Bucket, set_weight
+from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
@@ -190,12 +190,16 @@ class ServerSteps:
 
         If a rank is late, the others wait for it no longer than the servers' rule says; its gradient becomes part of a
         later update.
+
+        Args:
+            skip: Push zeros of weight 0 in the gradient's place (a GradScaler found infinities in it): the servers'
+                rule may wait for a push.
         """
         engine = self._engine
         self._finish_arriving()
         engine.own.steps += 1
         engine.applier.clip()  # Here, since no process ever holds the whole averaged gradient.
-        flats, version = self._contribution(), engine.step
+        flats, version = self._contribution(skip=skip), engine.step
         if self.over:  # The mode ended while this rank was computing.
             engine.keep_late([flat.clone() for flat in flats], version)
             return None
@@ -214,28 +218,26 @@ class ServerSteps:
                 self._compressed.ended()
         return None
 
-    def _contribution(self) -> list[torch.Tensor]:
+    def _contribution(self, *, skip: bool) -> list[torch.Tensor]:
         """Return the buckets' buffers as pushed: gradients times weight, the weight, late gradients folded in."""
         given, self._given = self._given, {}
         for bucket in self._engine.applier.buckets:
-            if bucket.index not in given:
-                self._weigh(bucket)
+            if skip or bucket.index not in given:
+                self._weigh(bucket, skip=skip)
         buckets = self._engine.applier.buckets
-        self._begun = bool(given) and all(_state_of(buckets[index].flat) == was for index, was in given.items())
+        unchanged = not skip and all(_state_of(buckets[index].flat) == was for index, was in given.items())
+        self._begun = bool(given) and unchanged
         if given and not self._begun:
             self._early = False
             self._small.clear()
             logger.info("gradients were changed before step(): pushes do not begin within backward any more")
         return [bucket.flat for bucket in buckets]
 
-    def _weigh(self, bucket: Bucket) -> Mapping[int, bytes]:
+    def _weigh(self, bucket: Bucket, *, skip: bool = False) -> Mapping[int, bytes]:
         """Turn the bucket's buffer into what is pushed. Return per chunk what is sent instead of its part of it."""
-        weight = self._engine.own.weight
-        if weight != 1.0:
-            bucket.flat[:-1].mul_(weight)
-        set_weight(bucket.flat, weight)
+        self._engine.own.weigh(bucket, skip=skip)
         self._engine.fold_late(bucket, bucket.flat)
-        if self._compressed is None:
+        if self._compressed is None or skip:
             return {}
         ranges = self.client.ranges(bucket.index)
         made = self._compressed.shrink(bucket, [(start, stop) for _, start, stop in ranges])

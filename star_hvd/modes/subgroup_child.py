@@ -17,7 +17,7 @@ from typing import Any
 from scheduler.records import Plan
 from star_hvd.channel.late_push import ParentLink
 from star_hvd.channel.late_sender import LateSender, Sum
-from star_hvd.engine.buckets import Bucket, set_weight
+from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.state_source import StateSource, StateSources
 from star_hvd.engine.step_engine import StepEngine
@@ -113,15 +113,16 @@ class ChildSteps:
         """Send this rank's gradient to the parent and load the parameters of the step that contains it.
 
         This rank is always late, and the members do not wait for it.
+
+        Args:
+            skip: Send zeros of weight 0 in the gradient's place (a GradScaler found infinities in it).
         """
         engine = self._engine
         engine.own.steps += 1
         engine.applier.clip()
-        weight, version = engine.own.weight, engine.step
+        version = engine.step
         for bucket in engine.applier.buckets:
-            if weight != 1.0:
-                bucket.flat[:-1].mul_(weight)
-            set_weight(bucket.flat, weight)
+            engine.own.weigh(bucket, skip=skip)
             engine.fold_late(bucket, bucket.flat)
         flats = [bucket.flat for bucket in engine.applier.buckets]
         if self.over:

@@ -89,6 +89,8 @@ class BucketCore:
 
     Attributes:
         buckets: The flat buckets, in order; extended in place when parameters are added.
+        whole_step: Whether the step that was synchronized last is of a plan in which all ranks wait for each other, and
+            contains all gradients.
     """
 
     def __init__(
@@ -134,7 +136,7 @@ class BucketCore:
         self._giving = False  # Whether a gradient is being put into its bucket, or the bucket submitted.
         self._hooks: list[Any] = []
         self._result: Result | None = None
-        self._outcome = ""
+        self._outcome, self.whole_step = "", False
         self.buckets: list[Bucket] = []
         self.wire = LossyWire(self.buckets) if lossy else None  # Belongs to the optimizer, so it outlives a world.
         self._names = names
@@ -477,7 +479,7 @@ class BucketCore:
         if outcome == "member" and result is not None and self.driver.engine.failure is None:
             self.driver.engine.apply_own(result, lambda row: None)
 
-    def synchronize(self, *, manual: bool, whole: str | None = BY_HAND) -> None:
+    def synchronize(self, *, manual: bool, whole: str | None = BY_HAND, can_replay: bool = True) -> None:
         """Submit missing gradients and wait; on return every gradient is the mean over the step's members.
 
         If this rank is late, its gradient is kept for a later step and `apply` will bring the parameters up to date.
@@ -485,6 +487,7 @@ class BucketCore:
         Args:
             manual: Whether the user calls this.
             whole: Why the step may not overlap with the program; None if it may, and then it is not waited for.
+            can_replay: Whether a helper can apply the mean as it is.
         """
         self.run.note_step()
         self.finish_step()
@@ -498,12 +501,14 @@ class BucketCore:
             self._reset()
             self._outcome = "in mode"
             return
-        arrived = self.driver.arrive(manual=manual)
+        arrived = self.driver.arrive(manual=manual or not can_replay)
+        relaxed = self.driver.engine.plan.relaxed  # Of this step; the next one's once it is completed.
         if arrived and self._may_overlap(whole):
             self._reset()
             self._outcome = "overlapped"
             return
         result = self.driver.complete() if arrived else None
+        self.whole_step = result is not None and result.complete and not relaxed
         if result is not None:
             self._sparse.collect()
         self._reset()
@@ -511,6 +516,11 @@ class BucketCore:
         if manual:  # No step() may follow.
             self._watch_program()
             self.driver.timer.start()  # The wait is not this rank's own work.
+
+    @property
+    def is_member(self) -> bool:
+        """Whether the step that `synchronize` ended contains this rank's gradient, and its mean is in `param.grad`."""
+        return self._outcome == "member"
 
     def _may_overlap(self, whole: str | None) -> bool:
         if self._overlap is None:
@@ -584,6 +594,8 @@ class BucketCore:
         if self._writes:
             self._writes.parameters_added()
         self._add([param for param in params if param.requires_grad and param not in self._where])
+        if self._attached is None:
+            return
         self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))
         if self._overlap is not None:
             self._overlap.layout_changed()

@@ -314,6 +314,43 @@ def two_optimizers() -> Facts:
 
 
 @scenario
+def a_grad_scaler_after_a_warm_up() -> Facts:
+    """While a mode is relaxed; its first gradients are infinite, and later the scale doubles every 5 steps."""
+    scaled = {mode: _scaled_after_a_warm_up(mode) for mode in ("ps(1)", "subgroup(0,1)", "partial")}
+    return scaled["partial"] | {"scaled": {mode: {**facts, "stats": None} for mode, facts in scaled.items()}}
+
+
+def _scaled_after_a_warm_up(mode: str) -> Facts:
+    net = model()
+    optimizer = sgd(net, mode)
+    await_mode(net, optimizer, relaxed=True)
+    for number in go_on("scaled", optimizer, 10) if mode == "partial" else range(10):
+        steps(net, optimizer, 1, number)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
+    agreed(True, f"scaled.{mode}.start")
+    number, relaxed = 0, optimizer.mode
+    while optimizer.mode != "sync" or number < 3:
+        _scaled_step(net, optimizer, scaler, number, float("inf") if number < 2 else 1.0)
+        number += 1
+    agreed(True, f"scaled.{mode}.sync")
+    before = digest(net)
+    for number in range(12):
+        _scaled_step(net, optimizer, scaler, number)
+    moved = digest(net) != before
+    finite = all(bool(param.isfinite().all()) for param in net.parameters())
+    return end(net, optimizer) | {"relaxed": relaxed, "moved": moved, "finite": finite, "scale": scaler.get_scale()}
+
+
+def _scaled_step(net: torch.nn.Module, optimizer: Any, scaler: Any, number: int, factor: float = 1.0) -> None:
+    optimizer.zero_grad()
+    time.sleep(SLOW_S if slow_rank() else FAST_S)
+    inputs = batch(number)
+    scaler.scale((net(inputs) - inputs.sum(1, keepdim=True)).square().mean() * factor).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@scenario
 def joining() -> Facts:
     """The slow rank has fewer batches, and says so."""
     net = model()

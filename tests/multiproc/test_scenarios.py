@@ -60,6 +60,15 @@ def test_late_gradients_are_folded(name: str) -> None:
     assert sum(s["folds"] for s in stats) > 0 and sum(s["late"] for s in stats) > 0
 
 
+@pytest.mark.parametrize("mode", ["partial", "subgroup(0,1)", "ps(1)"])
+def test_a_grad_scaler_after_a_warm_up_takes_all_ranks_to_sync_as_equals(mode: str) -> None:
+    facts = [scaled[mode] for scaled in values("a_grad_scaler_after_a_warm_up", "scaled")]
+    assert len({each["digest"] for each in facts}) == 1
+    assert [each["finite"] and each["moved"] for each in facts] == [True] * RANKS
+    assert len({each["scale"] for each in facts}) == 1 and facts[0]["scale"] >= 2048.0
+    assert facts[0]["relaxed"].startswith(mode[:2]), "it came while a relaxed mode was in force"
+
+
 def test_every_sample_once_per_epoch() -> None:
     per_rank = values("shard_in_partial", "samples")
     epochs = len(per_rank[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from star_hvd.engine.applier import Applier
-from star_hvd.engine.buckets import Bucket
+from star_hvd.engine.buckets import Bucket, set_weight
 from star_hvd.engine.device import Fence
 from star_hvd.engine.exchange.means import LocalNorm
 from star_hvd.engine.header import Contribution
@@ -57,6 +57,22 @@ class OwnGradient:
         self._counters.applied_weight += self.weight / len(self._applier.buckets)
         if self.norm.due(step):
             self.norm.add(bucket.flat)
+
+    def weigh(self, bucket: Bucket, *, skip: bool = False) -> None:
+        """Turn a bucket's buffer into what is sent outside a reduced step: the gradient times its weight, the weight.
+
+        Args:
+            bucket: The bucket.
+            skip: Leave the gradient out, e.g. because it is infinite: zeros of weight 0; it counts as dropped.
+        """
+        weight = 0.0 if skip else self.weight
+        if skip:
+            bucket.flat.zero_()
+            self._counters.dropped_weight += self.weight / len(self._applier.buckets)
+            self._counters.drops += bucket.index == len(self._applier.buckets) - 1
+        elif weight != 1.0:
+            bucket.flat[:-1].mul_(weight)
+        set_weight(bucket.flat, weight)
 
     def count_step(self, *, early: bool = False) -> None:
         """Count a step, once; `early`: its header is claimed, and the training thread has still to arrive."""

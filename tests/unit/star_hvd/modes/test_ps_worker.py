@@ -177,6 +177,24 @@ def test_what_is_pushed_is_what_compression_makes_of_it() -> None:
     assert all(float(flat[0]) == 3.0 for flat in rank.client.pushed[-1][1])
 
 
+@pytest.mark.parametrize("early", [True, False])
+def test_a_gradient_with_infinities_is_not_pushed_but_its_push_is(early: bool) -> None:
+    """The servers' rule may wait for a push of this rank."""
+    rank = Rank(max_grad_norm=None if early else 1.0)  # Clipping waits for the whole gradient.
+    rank.backward(float("inf"))
+    assert bool(rank.client.given) is early
+    rank.steps.step(skip=True)
+    (number, flats), counters = rank.client.pushed[-1], rank.engine.counters
+    assert number == (2 if early else 1), "what was sent within backward is void"
+    assert all(torch.equal(flat, torch.zeros_like(flat)) for flat in flats), "of weight 0 too"
+    assert (counters.drops, counters.dropped_weight, counters.applied_weight) == (1, 1.0, 0.0)
+    assert counters.produced_weight == pytest.approx(1.0)
+    rank.backward(3.0)
+    rank.steps.step(skip=False)
+    norm = 3.0 if early else 1.0 / 48**0.5  # Clipped.
+    assert [float(flat[0]) for flat in rank.client.pushed[-1][1]] == pytest.approx([norm] * 3, rel=1e-4)
+
+
 def test_a_backward_pass_without_a_step_is_void() -> None:
     rank = Rank()
     rank.backward(2.0)
