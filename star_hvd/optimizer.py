@@ -522,13 +522,18 @@ class _Methods:
             self._star.core.state_loaded(args[0] if args else kwargs["state_dict"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group and reduce its gradients too. Collective: all ranks, after the same step, only in
-        `sync`.
+        """Add a parameter group and reduce its gradients too. Collective: all ranks, at the same place in the program.
+
+        If ranks may be at different steps, it waits for all of them; in `ps` and `grouped` the job then trains in
+        `sync` for some steps, before servers get the new parameters too.
+
+        Raises:
+            StarError: It is called between `backward()` and `step()`; nothing is added.
         """
-        if isinstance(self._star.core, BucketCore):
-            self._star.core.finish_step()  # An overlapped step must be applied with the groups it started with.
-        self._star.base.add_param_group(self, param_group)  # type: ignore[arg-type]
-        self._star.core.add_params(param_group["params"])
+        core = self._star.core
+        with core.adding() if isinstance(core, BucketCore) else contextlib.nullcontext():
+            self._star.base.add_param_group(self, param_group)  # type: ignore[arg-type]
+            core.add_params(param_group["params"])
 
     def close(self) -> None:
         """End this optimizer: remove its hooks, stop its helper, and count its late gradients as dropped.

@@ -587,10 +587,34 @@ class BucketCore:
         """Whether this optimizer is in use and has one of these parameters."""
         return bool(self._hooks) and not self._dropped and not self._where.keys().isdisjoint(params)
 
+    @contextmanager
+    def adding(self) -> Iterator[None]:
+        """Parameters are added inside the block, on all ranks at the same step. Collective.
+
+        Raises:
+            StarError: This rank is inside a step.
+        """
+        if self._attached is None:  # An elastic job that does not train yet.
+            yield
+            return
+        self.finish_step()  # An overlapped step must be applied with the groups it started with.
+        if self.driver.mid_step():
+            raise StarError(
+                "add_param_group was called between backward() and step(); expected between two steps: call it after "
+                "step(), or before backward()"
+            )
+        run, engine = self.run, self.driver.engine
+        if not run.mixed and not engine.plan.relaxed:
+            yield
+            return
+        self.leave_remote_state()
+        with run.meeting("add_param_group"):
+            yield
+            # Until all ranks have added them, none may start a step.
+            run.client.await_all("add_param_group", self._config.step_deadline_s)
+
     def add_params(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Add the parameters of a new group. Collective: all ranks add them after the same step."""
-        self.finish_step()
-        raise_if_relaxed(self.driver.engine)
+        """Add the parameters of a new group, inside `adding`."""
         if self._writes:
             self._writes.parameters_added()
         self._add([param for param in params if param.requires_grad and param not in self._where])
@@ -609,19 +633,6 @@ class BucketCore:
         self._result, self._outcome = None, ""
         same_on_all_ranks([param for bucket in self.buckets for param in bucket.params], self._names, ordered=True)
         self._attached = run, self._attach(run)
-
-
-def raise_if_relaxed(engine: StepEngine) -> None:
-    """Refuse an operation that all ranks must do after the same step.
-
-    Raises:
-        RuntimeError: A relaxed mode is active, in which ranks are at different steps.
-    """
-    if engine.plan.relaxed:
-        raise RuntimeError(
-            f"add_param_group was called in mode {engine.plan.label}, in which ranks are at different steps; add all "
-            "groups before training, or make the optimizer with mode='sync'"
-        )
 
 
 def _trainable(groups: Sequence[dict[str, Any]]) -> list[torch.nn.Parameter]:

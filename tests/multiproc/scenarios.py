@@ -351,6 +351,40 @@ def _scaled_step(net: torch.nn.Module, optimizer: Any, scaler: Any, number: int,
 
 
 @scenario
+def a_layer_thawed_in_relaxed_modes() -> Facts:
+    """`add_param_group` while ranks are at different steps, and what it refuses."""
+    modes = ("ps(1)", "grouped(2)", "subgroup(0,1)", "local(3)", "partial")
+    thawed = {mode: _thawed(mode) for mode in modes}
+    return thawed["partial"] | {"thawed": {mode: {**facts, "stats": None} for mode, facts in thawed.items()}}
+
+
+def _thawed(mode: str) -> Facts:
+    net = model()
+    net[0].requires_grad_(False)
+    inner = torch.optim.SGD(net[2].parameters(), lr=0.02, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net[2].named_parameters(), mode=mode)
+    await_mode(net, optimizer, relaxed=True)
+    for number in go_on("before", optimizer, 10) if mode == "partial" else range(10):
+        steps(net, optimizer, 1, number)
+    relaxed, before = optimizer.mode, net[0].weight.detach().clone()
+    compute(net, batch(0), 0.0)
+    refused = ""
+    try:
+        optimizer.add_param_group({"params": list(net[0].parameters())})
+    except hvd.StarError as error:
+        refused = str(error)
+    groups = len(optimizer.param_groups)
+    optimizer.step()
+    net[0].requires_grad_(True)
+    optimizer.add_param_group({"params": list(net[0].parameters()), "lr": 0.01})
+    for number in go_on("after", optimizer, 10) if mode == "partial" else range(10):
+        steps(net, optimizer, 1, number)
+    moved = not torch.equal(before, net[0].weight)
+    facts = {"relaxed": relaxed, "moved": moved, "refused": refused, "groups": groups}
+    return end(net, optimizer) | facts | {"mode": optimizer.mode}
+
+
+@scenario
 def joining() -> Facts:
     """The slow rank has fewer batches, and says so."""
     net = model()

@@ -69,6 +69,18 @@ def test_a_grad_scaler_after_a_warm_up_takes_all_ranks_to_sync_as_equals(mode: s
     assert facts[0]["relaxed"].startswith(mode[:2]), "it came while a relaxed mode was in force"
 
 
+@pytest.mark.parametrize("mode", ["partial", "subgroup(0,1)", "ps(1)", "grouped(2)", "local(3)"])
+def test_a_group_added_in_a_relaxed_mode_is_trained_alike_on_all_ranks(mode: str) -> None:
+    facts = [thawed[mode] for thawed in values("a_layer_thawed_in_relaxed_modes", "thawed")]
+    assert len({each["digest"] for each in facts}) == 1
+    assert all(each["moved"] for each in facts) and facts[0]["relaxed"].startswith(mode[:2])
+    for each in facts:
+        assert "between backward() and step()" in each["refused"] and each["groups"] == 1, "nothing half-applied"
+    for s in (stats for each in facts for stats in each["all_stats"]):
+        total = s["applied_weight"] + s["damped_weight"] + s["dropped_weight"] + s["pending_weight"]
+        assert s["produced_weight"] == pytest.approx(total)
+
+
 def test_every_sample_once_per_epoch() -> None:
     per_rank = values("shard_in_partial", "samples")
     epochs = len(per_rank[0])
