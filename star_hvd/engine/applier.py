@@ -138,13 +138,29 @@ class Applier:
         return [*params, *(b.flat for b in self.buckets), *(v for v in states if isinstance(v, torch.Tensor))]
 
     def step_with(self, means: Sequence[torch.Tensor], row: Sequence[float] | None) -> None:
-        """Apply the averaged gradients of a step this rank was late for. Step hooks do not run."""
+        """Apply the averaged gradients of a step this rank was late for, to parameters in buckets only.
+
+        Others, which were frozen when the optimizer was wrapped, may have a gradient of the next step by now. Step
+        hooks do not run.
+        """
         for bucket, mean in zip(self.buckets, means, strict=True):
             bucket.flat.copy_(mean)
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
-        with _without_hooks(self.optimizer):
+        with _without_hooks(self.optimizer), self._only_in_buckets():
             self.step(row)
+
+    @contextlib.contextmanager
+    def _only_in_buckets(self) -> Iterator[None]:
+        held = {id(param) for bucket in self.buckets for param in bucket.params}
+        before = [(group, group["params"]) for group in self.optimizer.param_groups]
+        for group, params in before:
+            group["params"] = [param for param in params if id(param) in held]
+        try:
+            yield
+        finally:
+            for group, params in before:
+                group["params"] = params
 
     def checksum(self) -> int:
         """Return 24 bits computed over the parameters' bytes, equal on bit-equal replicas."""
@@ -262,13 +278,13 @@ def _copy_optimizer(
     base: type[torch.optim.Optimizer],
     twin: dict[torch.nn.Parameter, torch.nn.Parameter],
 ) -> torch.optim.Optimizer:
-    """Copy the optimizer, over the twins of its parameters; frozen parameters are shared."""
+    """Copy the optimizer, over the twins of its parameters alone: the training thread works on the others."""
     copied: torch.optim.Optimizer = object.__new__(base)
     plain = {k: v for k, v in optimizer.__dict__.items() if not k.startswith("_star") and k != "step"}
     copied.__dict__.update(plain)
     copied.param_groups = [
         {k: _own(v) for k, v in group.items() if k != "params"}
-        | {"params": [twin.get(p, p) for p in group["params"]]}
+        | {"params": [twin[p] for p in group["params"] if p in twin]}
         for group in optimizer.param_groups
     ]
     copied.state = collections.defaultdict(dict)

@@ -48,6 +48,10 @@ Closure = Callable[[], Any]
 MODE_NOT_POSSIBLE = "mode %s is not possible with %d ranks: %s; training in sync until their number changes"
 BY_HAND = "the program calls synchronize() itself"
 _WRITES = "the program changes parameters itself between steps, which a rank that is late could not repeat"
+_THAWED = (
+    "{} is trained, but was frozen when the optimizer was wrapped, so its gradient is not reduced, as under Horovod; "
+    "give it to the optimizer by add_param_group once it is thawed, not before, or wrap the optimizer again"
+)
 _cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # All of this process; used by the training thread.
 
 _DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
@@ -147,6 +151,7 @@ class BucketCore:
         _cores.add(self)
         params = _trainable(inner.param_groups)
         self._add(params if run is None else same_on_all_ranks(params, names))
+        self._loose = self._outside_buckets()
         if run is not None:
             self._attached = run, self._attach(run)
 
@@ -493,6 +498,7 @@ class BucketCore:
         self.finish_step()
         self._end_synchronized()
         self._accumulation.finish()
+        self._pin_if_thawed()
         part = self.in_hand
         self.driver.reporter.own_part = part.own_part if part is not None else 1.0
         for param in self.requires_update - self._given:
@@ -521,6 +527,19 @@ class BucketCore:
     def is_member(self) -> bool:
         """Whether the step that `synchronize` ended contains this rank's gradient, and its mean is in `param.grad`."""
         return self._outcome == "member"
+
+    def _outside_buckets(self) -> list[torch.nn.Parameter]:
+        params = [param for group in self._inner.param_groups for param in group["params"]]
+        return [param for param in params if param not in self._where]
+
+    def _pin_if_thawed(self) -> None:
+        """Stay in `sync` if a parameter is trained that was frozen when the optimizer was wrapped.
+
+        As under Horovod, each rank then updates it by its own gradient in `step()`; servers and helpers could not.
+        """
+        thawed = [param for param in self._loose if param.requires_grad and param.grad is not None]
+        if thawed and self.driver.engine.agreement.pinned is None:
+            self.driver.pin(_THAWED.format(self._names.get(thawed[0], "a parameter")))
 
     def _may_overlap(self, whole: str | None) -> bool:
         if self._overlap is None:
@@ -618,6 +637,7 @@ class BucketCore:
         if self._writes:
             self._writes.parameters_added()
         self._add([param for param in params if param.requires_grad and param not in self._where])
+        self._loose = self._outside_buckets()
         if self._attached is None:
             return
         self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))

@@ -385,6 +385,23 @@ def _thawed(mode: str) -> Facts:
 
 
 @scenario
+def a_layer_thawed_without_a_group() -> Facts:
+    """It is among the optimizer's parameters from the start, so each rank updates it alone, as under Horovod."""
+    net = model()
+    net[0].requires_grad_(False)
+    optimizer = sgd(net)
+    for number in go_on("frozen", optimizer, 10):
+        steps(net, optimizer, 1, number)
+    net[0].requires_grad_(True)
+    relaxed, number, limit_s = optimizer.mode, 0, time.monotonic() + PATIENCE_S
+    while (optimizer.mode != "sync" or number < 3) and time.monotonic() < limit_s:
+        steps(net, optimizer, 1, number)
+        number += 1
+    explained, mode = hvd.explain(), optimizer.mode
+    return end(net, optimizer) | {"digest": digest(net[2]), "relaxed": relaxed, "mode": mode, "explain": explained}
+
+
+@scenario
 def joining() -> Facts:
     """The slow rank has fewer batches, and says so."""
     net = model()

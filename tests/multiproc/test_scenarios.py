@@ -81,6 +81,12 @@ def test_a_group_added_in_a_relaxed_mode_is_trained_alike_on_all_ranks(mode: str
         assert s["produced_weight"] == pytest.approx(total)
 
 
+def test_a_layer_that_no_bucket_holds_is_trained_in_sync() -> None:
+    name = "a_layer_thawed_without_a_group"
+    assert values(name, "relaxed") == ["partial(2)"] * RANKS and values(name, "mode") == ["sync"] * RANKS
+    assert "0.weight is trained, but was frozen when the optimizer was wrapped" in values(name, "explain")[0]
+
+
 def test_every_sample_once_per_epoch() -> None:
     per_rank = values("shard_in_partial", "samples")
     epochs = len(per_rank[0])

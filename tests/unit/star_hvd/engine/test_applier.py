@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from star_hvd.engine.applier import Applier, steps_by_bucket
+from star_hvd.engine.applier import Applier, Shadow, replayable, steps_by_bucket
 from star_hvd.engine.buckets import pack
 from star_hvd.engine.hyperparameters import HyperRow
 
@@ -98,3 +98,34 @@ def test_what_is_not_known_is_refused() -> None:
         pass
 
     assert not steps_by_bucket(Own) and not steps_by_bucket(torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize(("base", "options"), [case for case in CASES if replayable(case[0])])
+def test_replays_leave_parameters_alone_that_no_bucket_holds(base: Any, options: dict[str, Any]) -> None:
+    """They were frozen when the optimizer was wrapped, and have a gradient of this rank's own now."""
+    params, optimizer = _optimizer(base, options)
+    twins, alone = _optimizer(base, options)
+    loose, held = params[:3], params[3:]  # All of the first group, and some of the second.
+    alone.param_groups[1]["params"] = twins[3:]
+    applier = Applier(optimizer, base, pack(held, 1), HyperRow(optimizer.param_groups))
+    row = applier.hyper.read(optimizer.param_groups)
+    before = [param.detach().clone() for param in loose]
+    shadow = Shadow(applier, 0)
+    for step in range(3):
+        _gradient(params, step)
+        means = []
+        for bucket in applier.buckets:
+            mean = bucket.new_flat()
+            for param, view in zip(bucket.params, bucket.split(mean), strict=True):
+                view.copy_(param.grad)  # type: ignore[arg-type]
+            means.append(mean)
+        for twin, param in zip(twins[3:], held, strict=True):
+            twin.grad = param.grad.clone()  # type: ignore[union-attr]
+        alone.step()
+        shadow.apply(means, row)
+        applier.step_with(means, row)  # A rank that catches up applies the same steps to its own parameters.
+    assert all(torch.equal(param, was) for param, was in zip(loose, before, strict=True))
+    assert all(torch.equal(param, twin) for param, twin in zip(held, twins[3:], strict=True))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
+    shadow.take_over()
+    assert all(torch.equal(param, twin) for param, twin in zip(held, twins[3:], strict=True))
