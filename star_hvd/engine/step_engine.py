@@ -416,6 +416,7 @@ class StepEngine:
             self.agreement.layout_changed()
             self._exchange.choose_carrier()
             self.wire.restart()
+            self.late.buckets_added(len(self._claims.current.buffers))
             self._claims.begin(self.next_step, len(self.applier.buckets))
 
     @property

@@ -54,6 +54,14 @@ class LateGradients:
         """Weight of the kept gradients, averaged over the buckets."""
         return sum(kept.weight for kept in self.kept.values()) / max(1, len(self._buckets))
 
+    def buckets_added(self, before: int) -> None:
+        """Count kept gradients as produced in the share of the parameters that their buckets now are.
+
+        Args:
+            before: Number of buckets before.
+        """
+        self._counters.produced_weight -= sum(kept.weight for kept in self.kept.values()) / before - self.pending_weight
+
     def keep(self, bucket: Bucket, weight: float, computed_on: int) -> None:
         """Keep the gradient in `bucket.flat`, computed on the parameters of step `computed_on`."""
         flat = bucket.flat.clone()
