@@ -8,6 +8,7 @@ slightly after the others would lose its first gradient.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import time
@@ -20,7 +21,9 @@ from horovod.torch import global_process_set, mpi_ops
 from horovod.torch.functions import broadcast_optimizer_state as _broadcast_optimizer_state
 
 from star_hvd import build_check
+from star_hvd.channel.messages.joins import ProgramCollective
 from star_hvd.engine.collective import tune_horovod
+from star_hvd.input.joined import described
 from star_hvd.runtime import runtime
 from star_hvd.runtime.host_sets import make_host_sets
 from star_hvd.runtime.process_sets import prepare_init
@@ -64,28 +67,46 @@ R = TypeVar("R")
 
 
 def _named(function: Callable[P, R]) -> Callable[P, R]:
-    """Give every operation a name that is equal on all ranks.
+    """Give every operation that returns a handle a name that is equal on all ranks, and describe it to ranks in `join`.
 
     Horovod names unnamed operations by a counter per process. In relaxed modes ranks submit different numbers of
     operations, so the names of the user's operations would no longer match.
     """
     signature = inspect.signature(function)
-    if "name" not in signature.parameters:
-        return function
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         run = runtime.current()
         if run is not None:
             run.finish_steps()
-        if run is None or not run.trains or signature.bind(*args, **kwargs).arguments.get("name") is not None:
+        if run is None or not run.trains:
             return function(*args, **kwargs)
-        run.user_calls[function.__name__] += 1
         given = signature.bind(*args, **kwargs)
-        given.arguments["name"] = f"{function.__name__}.star.{run.user_calls[function.__name__]}"
-        return function(*given.args, **given.kwargs)
+        collective = _name(run, function.__name__, given, meets=False)
+        if collective is None:
+            return function(*given.args, **given.kwargs)
+        run.joined.begin(collective)
+        handle = function(*given.args, **given.kwargs)
+        run.joined.submitted(handle, collective)
+        return handle
 
     return wrapper
+
+
+def _name(
+    run: runtime.Runtime, operation: str, given: inspect.BoundArguments, *, meets: bool
+) -> ProgramCollective | None:
+    """Name an operation, and return its description for ranks in `join`; None in a process set of the user's."""
+    named = given.arguments.get("name") is not None
+    counter = "named" if named else operation
+    together = given.arguments.get("process_set", global_process_set) is global_process_set
+    if together or not named:
+        run.user_calls[counter] += 1
+    if not named and "name" in given.signature.parameters:
+        given.arguments["name"] = f"{operation}.star.{run.user_calls[counter]}"
+    if not together:
+        return None
+    return described(operation, dict(given.arguments), counter, run.user_calls[counter], meets=meets)
 
 
 def _in_graph(function: Callable[P, R]) -> Callable[P, R]:
@@ -130,11 +151,6 @@ def _name_in_backward(name: str) -> None:
     setattr(mpi_ops, name, wrapper)
 
 
-def _process_set(signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
-    """Return the argument `process_set` of a call."""
-    return signature.bind(*args, **kwargs).arguments.get("process_set", global_process_set)
-
-
 def _inactive_in(function: Callable[P, R], *, meets: bool = True) -> Callable[P, R]:
     """Mark this rank as inactive during `function` while ranks may be at different steps.
 
@@ -142,7 +158,7 @@ def _inactive_in(function: Callable[P, R], *, meets: bool = True) -> Callable[P,
         function: Blocks until all ranks have called it.
         meets: Whether all ranks call it at the same place in their programs; replicas are then made equal first.
     """
-    named, signature = _named(function), inspect.signature(function)
+    signature = inspect.signature(function)
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -150,17 +166,19 @@ def _inactive_in(function: Callable[P, R], *, meets: bool = True) -> Callable[P,
         if run is None or not run.trains:
             return function(*args, **kwargs)
         run.finish_steps()
-        if run.mixed:
-            # In a process set of the user's, members do not wait for other ranks.
-            together = meets and _process_set(signature, *args, **kwargs) is global_process_set
-            with (run.meeting if together else run.inactive)(function.__name__, out_of_data=False):
-                return named(*args, **kwargs)
-        began_s = time.monotonic()
-        try:
-            return named(*args, **kwargs)
-        finally:
-            for driver in run.drivers.values():
-                driver.timer.add_outside(time.monotonic() - began_s)
+        mixed, given = run.mixed, signature.bind(*args, **kwargs)
+        # In a process set of the user's, members do not wait for other ranks.
+        collective = _name(run, function.__name__, given, meets=mixed and run.meets) if meets else None
+        with run.joined.during(collective) if collective is not None else contextlib.nullcontext():
+            if mixed:
+                with (run.inactive if collective is None else run.meeting)(function.__name__, out_of_data=False):
+                    return function(*given.args, **given.kwargs)
+            began_s = time.monotonic()
+            try:
+                return function(*given.args, **given.kwargs)
+            finally:
+                for driver in run.drivers.values():
+                    driver.timer.add_outside(time.monotonic() - began_s)
 
     return wrapper
 
@@ -206,8 +224,7 @@ for _each in (
 ):  # fmt: skip
     _name_in_backward(_each)
 barrier = _inactive_in(mpi_ops.barrier)
-# Ranks may wait for handles in different orders, or use `poll`.
-synchronize = _inactive_in(mpi_ops.synchronize, meets=False)
+_synchronize = _inactive_in(mpi_ops.synchronize, meets=False)  # In different orders on different ranks, or by `poll`.
 broadcast_parameters = _writing(_inactive_in(hvd.broadcast_parameters))
 broadcast_object = _inactive_in(hvd.broadcast_object)
 allgather_object = _inactive_in(hvd.allgather_object)
@@ -260,13 +277,26 @@ def shutdown() -> None:
     mpi_ops.shutdown()
 
 
+@functools.wraps(mpi_ops.synchronize)
+def synchronize(handle: Any) -> Any:
+    result = _synchronize(handle)
+    run = runtime.current()
+    if run is not None:
+        run.joined.ended(handle)
+    return result
+
+
 def join(*args: Any, **kwargs: Any) -> int:
     """Declare that this rank has no more data and wait until all ranks have joined; return the last rank to join.
 
-    While it waits, its helper contributes its late gradients to the other ranks' steps, then zeros.
+    While it waits, its helper contributes its late gradients to the other ranks' steps, then zeros. To the others'
+    reductions (`allreduce`, also asynchronous or grouped) it adds zeros, as under Horovod.
+
+    Raises:
+        StarError: A rank has called another collective than a reduction while some are in `join`; raised on those, and
+            on that rank if it could know.
     """
     run = runtime.current()
-    if run is not None and run.trains:
-        with run.meeting("join", out_of_data=True):
-            pass
-    return int(mpi_ops.join(*args, **kwargs))
+    last = run.join() if run is not None and run.trains else None
+    of_horovod = int(mpi_ops.join(*args, **kwargs))
+    return of_horovod if last is None else last

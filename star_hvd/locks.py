@@ -34,6 +34,7 @@ ORDER = (
     "LeaseStock._changed",
     "MicrobatchStock._changed",
     "BatchSizes._changed",
+    "Joined._lock",
     "ForkerProcess._lock",
     "Pipe._lock",
     "Dispatch._changed",

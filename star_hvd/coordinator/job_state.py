@@ -36,6 +36,7 @@ from star_hvd.channel.messages.base import (
     StateSource,
     Unregister,
 )
+from star_hvd.channel.messages.joins import JoinCalled, JoinedRanks, ProgramCollective
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn, spans_of
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
 from star_hvd.channel.messages.shares import Feeds, MemoryLimit, ShareReady
@@ -126,6 +127,7 @@ class JobState:
         self._asked = [0] * world_size
         self._closed: set[int] = set()
         self._inactive: dict[int, float] = {}  # Inactive ranks and since when.
+        self._joined: list[int] = []  # Ranks in the program's `join`, in the order in which they came.
         self._closing: set[int] = set()  # Ranks that are closing an optimizer.
         self._absent: set[int] = set()
         self._machines = [MachineStats()] * world_size
@@ -248,6 +250,16 @@ class JobState:
     def _away_message(self, rank: int, message: Away, now_s: float) -> None:
         (self._closing.add if message.away and message.reason == CLOSE else self._closing.discard)(rank)
         self._set_inactive(rank, message.away, now_s, out_of_data=message.out_of_data)
+
+    def _join_called(self, rank: int, message: JoinCalled, now_s: float) -> None:
+        if rank not in self._joined:
+            self._joined.append(rank)
+        self._broadcast(JoinedRanks(list(self._joined)))
+        if len(self._joined) == self.world_size:
+            self._joined.clear()
+
+    def _program_collective(self, rank: int, message: ProgramCollective, now_s: float) -> None:
+        self.outbox.extend((joined, message) for joined in self._joined)
 
     def _lease_return(self, rank: int, message: LeaseReturn, now_s: float) -> None:
         self._leases.give_back(rank, message, now_s)
@@ -494,6 +506,8 @@ HANDLERS: dict[type[Message], _Handler] = {
     Switched: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.switched(message, now_s)),
     StepNote: JobState._step_note,
     Away: JobState._away_message,
+    JoinCalled: JobState._join_called,
+    ProgramCollective: JobState._program_collective,
     RequestBatch: JobState._request_batch,
     LeaseAsk: JobState._lease,
     LeaseReturn: JobState._lease_return,

@@ -27,6 +27,7 @@ from star_hvd.channel.messages.base import (
     Unregister,
     wire_fields,
 )
+from star_hvd.channel.messages.joins import JoinCalled, ProgramCollective
 from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
 from star_hvd.channel.messages.shares import EPOCH_START, Feeds, MemoryLimit, ShareReady
@@ -58,6 +59,7 @@ FROM_RANKS: tuple[type[Message], ...] = (
     Heartbeat,
     Hello,
     Join,
+    JoinCalled,
     Late,
     LeaseAsk,
     LeaseReturn,
@@ -70,6 +72,7 @@ FROM_RANKS: tuple[type[Message], ...] = (
     OptimizerDropped,
     Prepared,
     ModeUnsupported,
+    ProgramCollective,
     Register,
     Restart,
     HeaderNote,
@@ -99,6 +102,8 @@ _STEP_OF: dict[type[Message], str] = {
     OptimizerDropped: "step",
 }
 _ADDRESS_PARTS, _MAX_ADDRESS = 3, 1024  # A server's host, port and public key; total characters.
+_DTYPES = frozenset({"uint8", "int8", "int32", "int64", "float16", "float32", "float64"})
+_MAX_DIMS, _MAX_ELEMENTS = 64, 1 << 34
 _NO_STEP = -1  # Step in the message of an optimizer that is dropped while servers make its updates.
 
 
@@ -235,7 +240,26 @@ def _feeds(message: Feeds, _: int) -> None:
         raise ChannelError(f"loader {message.loader} feeds the training; expected a number from 0")
 
 
+def _program_collective(message: ProgramCollective, _: int) -> None:
+    """Check the description of tensors, of which joined ranks make as many and as large ones."""
+    left, sizes = list(message.shapes), []
+    for _dtype in message.dtypes:
+        dims, left = left[0] if left else -1, left[1:]
+        if not 0 <= dims <= min(len(left), _MAX_DIMS) or min(left[:dims], default=0) < 0:
+            raise ChannelError(f"got shapes {message.shapes[:20]} of {len(message.dtypes)} tensors; expected as many")
+        sizes.append(math.prod(left[:dims]))
+        left = left[dims:]
+    if left or sum(sizes) > _MAX_ELEMENTS or not set(message.dtypes) <= _DTYPES or message.number < 1:
+        raise ChannelError(
+            f"got tensors of {sum(sizes)} elements, types {message.dtypes[:20]}, {len(left)} more sizes, operation "
+            f"{message.number}; expected at most {_MAX_ELEMENTS} elements, of {sorted(_DTYPES)}, operations from 1"
+        )
+    if message.device not in ("", "cpu", "cuda"):
+        raise ChannelError(f"got tensors on {message.device[:20]!r}; expected cpu or cuda")
+
+
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
+    ProgramCollective: _program_collective,
     Register: _register,
     ServerUp: _address,
     ServerRestarted: _address,

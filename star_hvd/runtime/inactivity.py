@@ -39,6 +39,11 @@ class Inactivity:
         self._depth = 0
 
     @property
+    def inside(self) -> bool:
+        """Whether a period is in progress."""
+        return self._depth > 0
+
+    @property
     def nested(self) -> bool:
         """Whether one period is inside another."""
         return self._depth > 1

@@ -55,6 +55,11 @@ class Meetings:
         caller, trains = threading.current_thread(), self._training_thread
         return caller is trains or (caller is threading.main_thread() and not trains.is_alive())
 
+    @property
+    def meets(self) -> bool:
+        """Whether `meeting` would meet, and not only be inactive."""
+        return not self._inactivity.inside and self._in_training_thread()
+
     @contextlib.contextmanager
     def inactive(self, reason: str, *, out_of_data: bool) -> Iterator[None]:
         """See `Runtime.inactive`."""

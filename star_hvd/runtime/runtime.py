@@ -30,6 +30,7 @@ from star_hvd.channel.handshake_limiter import CONTROL_BYTES, SLACK_BYTES
 from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
 from star_hvd.channel.late_push import MAX_PROBE_BYTES, PROBE, LatePushes
 from star_hvd.channel.messages import base as messages
+from star_hvd.channel.messages.joins import JoinedRanks, ProgramCollective
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseRecall, ReportConsumed
 from star_hvd.channel.messages.microbatches import (
     MicrobatchesClosed,
@@ -56,6 +57,7 @@ from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import ChannelError, StarError
 from star_hvd.input.feeding import Feeding
+from star_hvd.input.joined import Joined
 from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.modes.driver import StepDriver
 from star_hvd.run_log import new_run_name
@@ -167,6 +169,10 @@ class Runtime:
         self.user_calls: collections.Counter[str] = collections.Counter()
         self.reference_samples = float(config.reference_samples)
         self._meetings = Meetings(self.drivers, lambda message: self.agent.send(message), self.raise_failure)
+        self.joined = Joined(
+            lambda message: self.agent.send(message), self.raise_failure,
+            lambda what: self._meetings.meet(what, self.config.step_deadline_s, out_of_data=True), self.user_calls,
+        )  # fmt: skip
         self._had_dropped = self._had_mixed = False
         self._sources: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
         self._bye = threading.Event()
@@ -341,6 +347,29 @@ class Runtime:
         deadline_s = self.config.step_deadline_s
         with self._meetings.meeting(reason, deadline_s, out_of_data=out_of_data, if_true=if_true):
             yield
+
+    @property
+    def meets(self) -> bool:
+        """Whether `meeting` would meet now."""
+        return self._meetings.meets
+
+    def join(self) -> int:
+        """Wait, inactive, until all ranks have no more data, and meet them; see `Joined`. Return the last to join.
+
+        Raises:
+            DeadlineError: Not all ranks came in time.
+            StarError: Another rank is in a collective that needs this rank's data.
+        """
+
+        last = -1
+
+        def all_joined() -> bool:
+            nonlocal last
+            last = self.joined.wait(self.world_size, self.config.step_deadline_s)
+            return True
+
+        with self.meeting("join", out_of_data=True, if_true=all_joined):
+            return last
 
     # ---- steps of micro-batches ---------------------------------------------------------------------------------
 
@@ -558,6 +587,8 @@ class Runtime:
                 driver.on_message(message)
         elif isinstance(message, _FOR_CLIENT):
             self.client.on_message(message)
+        elif isinstance(message, (JoinedRanks, ProgramCollective)):
+            self.joined.on_message(message)
         elif isinstance(message, messages.ReportImmediately):
             for driver in list(self.drivers.values()):
                 driver.reporter.immediately = message.now

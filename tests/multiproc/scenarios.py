@@ -415,6 +415,38 @@ def joining() -> Facts:
 
 
 @scenario
+def joining_while_others_reduce() -> Facts:
+    """The slow rank has fewer batches; the others reduce metrics before and behind each of their further steps."""
+    modes = {mode: _joined_while_others_reduce(mode) for mode in ("sync", "ps(1)", "partial")}
+    return modes["partial"] | {"joined": {mode: {**facts, "stats": None} for mode, facts in modes.items()}}
+
+
+def _joined_while_others_reduce(mode: str) -> Facts:
+    net = model()
+    optimizer = sgd(net, mode)
+    if mode != "sync":
+        await_mode(net, optimizer, relaxed=True)
+    for number in go_on("reduce", optimizer, 5) if mode == "partial" else range(5):
+        steps(net, optimizer, 1, number)
+    found = [_metrics(net, optimizer, number) for number in range(0 if slow_rank() else 4)]
+    last = hvd.join()
+    joined = digest(net)
+    together = float(hvd.allreduce(torch.tensor(1.0), op=hvd.Sum))
+    steps(net, optimizer, 3)
+    return {"found": found, "last": last, "joined": joined, "together": together} | end(net, optimizer)
+
+
+def _metrics(net: torch.nn.Module, optimizer: Any, number: int) -> list[float]:
+    before = hvd.allreduce(torch.tensor(1.0 + int(hvd.rank())), op=hvd.Sum)
+    steps(net, optimizer, 1, number)
+    handles = [hvd.allreduce_async(torch.ones(2, 3), name="later"), hvd.allreduce_async(torch.ones(2), op=hvd.Sum)]
+    behind = hvd.allreduce(torch.ones(2, dtype=torch.float64), name="behind", compression=hvd.Compression.fp16)
+    first, second = hvd.grouped_allreduce([torch.ones(1), torch.ones(2, dtype=torch.float64)], op=hvd.Sum)
+    parts = [before, behind, first, second, *map(hvd.synchronize, reversed(handles))]
+    return [float(part.sum()) for part in parts]
+
+
+@scenario
 def a_long_evaluation() -> Facts:
     """One rank does something else until the others have trained on for a while without it."""
     net = model()

@@ -87,6 +87,16 @@ def test_a_layer_that_no_bucket_holds_is_trained_in_sync() -> None:
     assert "0.weight is trained, but was frozen when the optimizer was wrapped" in values(name, "explain")[0]
 
 
+@pytest.mark.parametrize("mode", ["sync", "ps(1)", "partial"])
+def test_ranks_that_have_joined_add_zeros_to_the_reductions_of_the_others(mode: str) -> None:
+    facts = [joined[mode] for joined in values("joining_while_others_reduce", "joined")]
+    each = [3.0, pytest.approx(4 / 3, abs=1e-3), 2.0, 4.0, 4.0, pytest.approx(4.0)]
+    assert [rank["found"] for rank in facts] == [[each] * 4, [each] * 4, []]
+    assert len({rank["joined"] for rank in facts}) == len({rank["digest"] for rank in facts}) == 1
+    assert [rank["together"] for rank in facts] == [3.0] * RANKS, "names agree again"
+    assert len({rank["last"] for rank in facts}) == 1 and facts[0]["last"] in (0, 1), "not the slow rank"
+
+
 def test_every_sample_once_per_epoch() -> None:
     per_rank = values("shard_in_partial", "samples")
     epochs = len(per_rank[0])

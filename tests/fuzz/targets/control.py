@@ -12,6 +12,7 @@ import msgpack
 from scheduler.plan.plan import Plan
 from scheduler.records import StepTimes
 from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages import joins as j
 from star_hvd.channel.messages import switch as s
 from star_hvd.channel.messages.base import decode, encode, kinds, wire_fields
 from star_hvd.config import Config
@@ -79,7 +80,8 @@ _SAID = (
     m.ModeUnsupported, m.RequestBatch, m.RequestBatch, m.Away, m.FindStateSource, m.Finished,
     m.OptimizerDropped, m.Unregister, m.Heartbeat, m.Register,
     s.Prepared, s.Prepared, s.PrepareFailed, s.ServerUp, s.ServerRestarted,
-    s.Drained, s.Switched, s.StepNote, s.StepNote, s.LinkRate, s.MachineNote, s.Restart,
+    s.Drained, s.Switched, s.StepNote, s.StepNote, s.LinkRate, s.MachineNote, s.Restart, j.JoinCalled,
+    j.ProgramCollective,
 )  # fmt: skip
 
 

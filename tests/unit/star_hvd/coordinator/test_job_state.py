@@ -8,6 +8,7 @@ import pytest
 
 from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages.joins import JoinCalled, JoinedRanks, ProgramCollective
 from star_hvd.channel.messages.leases import LeaseAsk
 from star_hvd.channel.messages.microbatches import MicrobatchOpen, MicrobatchShares
 from star_hvd.channel.messages.switch import Commit, Drained, Prepared, Restart
@@ -52,6 +53,18 @@ def test_the_first_step_of_a_rank_tells_nothing_of_the_steps_to_come() -> None:
         job.arrive(rank, 7, compute_s=1.3 + rank)
         job.arrive(rank, 8, compute_s=0.02)
     assert [stats.compute_s for stats in job.engine.window().ranks] == [(0.02,)] * 3
+
+
+def test_collectives_are_passed_on_to_the_ranks_that_have_joined_until_all_have() -> None:
+    job = Job()
+    reduction = ProgramCollective("allreduce", "loss", "named", 1, False, [0], ["float32"], "cpu", 1, 1.0, 1.0)
+    assert job.say(0, reduction) == []
+    assert job.say(2, JoinCalled()) == [JoinedRanks([2])] and job.destinations == [ALL]
+    assert job.say(0, reduction) == [reduction] and job.destinations == [2]
+    assert job.say(0, JoinCalled()) == [JoinedRanks([2, 0])]
+    assert job.say(1, reduction) == [reduction] * 2 and job.destinations == [2, 0]
+    assert job.say(1, JoinCalled()) == [JoinedRanks([2, 0, 1])]
+    assert job.say(1, reduction) == [], "all have data again"
 
 
 def test_a_refused_plan_is_abandoned() -> None:

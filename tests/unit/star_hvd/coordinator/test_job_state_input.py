@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from typing import Any
@@ -14,12 +15,27 @@ from scheduler.plan.plan import SET_IDLE_S
 from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages import switch as s
+from star_hvd.channel.messages.joins import JoinedRanks, ProgramCollective
 from star_hvd.channel.messages.switch import ServerRestarted, ServerUp
 from star_hvd.coordinator.job_state import HANDLERS
 from star_hvd.coordinator.validation import FROM_RANKS
 from star_hvd.errors import ChannelError
 from tests.support.job_states import PLAN, Job, only, relaxed_job
 
+REDUCTION = ProgramCollective("allreduce", "loss", "named", 1, False, [2, 4, 4], ["float32"], "cpu", 1, 1.0, 1.0)
+BAD_TENSORS: list[dict[str, Any]] = [
+    {"shapes": []},
+    {"shapes": [2, 4]},
+    {"shapes": [1, 4, 4]},
+    {"shapes": [-1]},
+    {"shapes": [2, 4, -4]},
+    {"shapes": [2, 1 << 30, 1 << 30]},
+    {"dtypes": []},
+    {"dtypes": ["quint8"]},
+    {"dtypes": ["float32", "float32"]},
+    {"device": "/dev/null"},
+    {"number": 0},
+]
 BAD = [
     m.Register(0, {"mode": "turbo", "world_size": 3, "quorum": 3}, {}),
     m.Register(0, PLAN, {"mode": "sync"}),
@@ -46,6 +62,8 @@ BAD = [
     m.Late(0, 7, 0, StepTimes(1.0, 1e10)),
     m.Late(2_000_000, 7, 0, StepTimes(1.0, 1.0)),
     m.HeaderNote(0, 1 << 50, 0, [0], 0.0, 1.0, 1.0, 0.0, 0, 0.0, 0.0),
+    *(dataclasses.replace(REDUCTION, **changes) for changes in BAD_TENSORS),
+    JoinedRanks([1]),
     m.RequestBatch(0, 0, -1, 4, False),
     m.RequestBatch(0, 0, 4, 0, False),
     m.RequestBatch(0, -1, 4, 1, False),
