@@ -162,7 +162,7 @@ def _wrapped(optimizer: torch.optim.Optimizer, **given: Any) -> Any:
     """Return the wrapped optimizer; `given` goes to `_Wrapper`."""
     release_dropped()
     inner = _inner_of(optimizer)
-    wrapped = _wrap(inner)
+    wrapped = _wrap(inner, overlaps=bool(given["overlap"]))
     wrapped._star = _Wrapper(wrapped, inner, **given)
     # Neither the model nor the runtime refers to the wrapped object, so it is finalized with the user's last reference
     # to it, whether `close` was called or not.
@@ -188,7 +188,7 @@ def _inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return wrapper.inner
 
 
-def _wrap(inner: torch.optim.Optimizer) -> Any:
+def _wrap(inner: torch.optim.Optimizer, *, overlaps: bool) -> Any:
     """Return an instance of a subclass of the user's class that shares its `__dict__` with the user's object.
 
     Unlike Horovod, it does not call `__init__` again, which would lose state, defaults and required arguments.
@@ -204,6 +204,8 @@ def _wrap(inner: torch.optim.Optimizer) -> Any:
     body["__slots__"] = ("_star",)
     body["_star_class"] = True
     body["step"] = _Step()
+    if overlaps:  # Not elsewhere: torch's optimizers read `state` once or twice per parameter and step.
+        body["state"] = _State()
     cls = type(base.__name__, (base,), body)
     wrapped: Any = object.__new__(cls)
     object.__setattr__(wrapped, "__dict__", inner.__dict__)
@@ -227,6 +229,33 @@ class _Step:
 
     def __delete__(self, optimizer: Any) -> None:
         optimizer.__dict__.pop("_star_step", None)
+
+
+class _State:
+    """`state` of the generated class, for steps that overlap with the program: a use of it first ends the step.
+
+    It is the dictionary at its usual place that is returned. What the program has kept of it from before the step, and
+    its use through the object that was wrapped, is not seen here.
+    """
+
+    def __get__(self, optimizer: Any, owner: type) -> Any:
+        if optimizer is None:
+            return self
+        _finish_step(optimizer)
+        try:
+            return optimizer.__dict__["state"]
+        except KeyError:
+            raise AttributeError(f"{owner.__name__!r} object has no attribute 'state'") from None
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        _finish_step(optimizer)
+        optimizer.__dict__["state"] = value
+
+
+def _finish_step(optimizer: Any) -> None:
+    wrapper = getattr(optimizer, "_star", None)  # None in a copy, and while the optimizer is being wrapped.
+    if wrapper is not None and isinstance(wrapper.core, BucketCore):
+        wrapper.core.finish_step()
 
 
 class _Wrapper:

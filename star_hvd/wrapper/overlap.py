@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from star_hvd.engine.applier import steps_by_bucket
 from star_hvd.engine.collective import wait_all
 from star_hvd.engine.device import APPLIED, DONE, SUBMITTED, Fence
 from star_hvd.engine.header import Header
+from star_hvd.engine.surroundings import Surroundings
 from star_hvd.modes.driver import StepDriver
 from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.ordered_collective import OrderedCollective
@@ -46,6 +48,7 @@ class _Pending:
     groups: list[dict[str, Any]]
     left: set[int]
     submitted: Fence
+    surroundings: Surroundings
     row: Sequence[float] | None = None
     row_known: bool = False
     cleared: bool = False  # Whether the user has called `zero_grad` since.
@@ -73,6 +76,7 @@ class Overlap:
         self._lock = driver.engine.replica.apply_lock
         self._pending: _Pending | None = None
         self._pid = os.getpid()
+        self._applied_by: int | None = None  # The thread that is inside the user's optimizer.
         self._reasons: set[str] = set()
         self._sizes = SizeSearch(len(self._applier.buckets))
         self._trial = OffSwitch() if auto else None
@@ -175,6 +179,7 @@ class Overlap:
                 applier.hyperparameters(),
                 {bucket.index for bucket in applier.buckets},
                 applier.streams.give(SUBMITTED),
+                Surroundings.present(),
             )
             for bucket in applier.buckets:
                 for param in bucket.params:
@@ -218,6 +223,10 @@ class Overlap:
         if pending is None:
             self.gates.open(index)
             return
+        with pending.surroundings.restored():
+            self._wait(pending, index)
+
+    def _wait(self, pending: _Pending, index: int) -> None:
         began_s = time.monotonic()
         try:
             with self.driver.named_failures():
@@ -239,7 +248,12 @@ class Overlap:
                 self._end(pending)
 
     def finish(self) -> None:
-        """Wait for the rest of the step and end it. Does nothing if no step is in progress."""
+        """Wait for the rest of the step and end it.
+
+        Does nothing if no step is in progress, or inside the user's optimizer, which applies a bucket of it.
+        """
+        if self._applied_by == threading.get_ident():
+            return
         while not self._left_behind() and (pending := self._pending) is not None:
             with self._lock:
                 left = sorted(pending.left, reverse=True)
@@ -313,6 +327,7 @@ class Overlap:
                 engine.own_mean(bucket.index)
             params = [param for bucket in buckets for param in bucket.params]
             views = [view for bucket in buckets for view in bucket.views]
+            self._applied_by = threading.get_ident()
             try:
                 # The gates open afterwards: another thread must not read a half-written bucket.
                 with engine.replica.writing(), torch._C.DisableTorchFunctionSubclass():
@@ -323,6 +338,7 @@ class Overlap:
                         for param in params:
                             param.grad = None
             finally:
+                self._applied_by = None
                 applied = engine.streams.give(APPLIED)
                 for bucket in buckets:
                     pending.left.discard(bucket.index)

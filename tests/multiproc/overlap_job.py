@@ -5,11 +5,13 @@ A program returns facts about what it read on its way and what it ended with; th
 
 from __future__ import annotations
 
+import collections
 import copy
 import gc
 import hashlib
 import logging
 import os
+import pickle
 import sys
 import time
 import unittest.mock
@@ -73,6 +75,10 @@ def make(overlap: bool | str, kind: str = "sgd", **options: Any) -> tuple[Net, A
     net = Net()
     if kind == "sgd":
         own: Any = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+    elif kind == "adafactor":
+        own = torch.optim.Adafactor(net.parameters(), lr=1e-2)
+    elif kind == "nadam":
+        own = torch.optim.NAdam(net.parameters(), lr=1e-2)
     else:
         own = torch.optim.AdamW(net.parameters(), lr=1e-2)
     options = {"mode": "sync", "overlap": overlap} | options
@@ -204,6 +210,64 @@ def writes(overlap: bool) -> Facts:
             hvd.broadcast_parameters(net.state_dict(), root_rank=1)
             hvd.broadcast_optimizer_state(optimizer, root_rank=1)
     return end(net, optimizer)
+
+
+@program
+def state_used(overlap: bool) -> Facts:
+    """The optimizer's state, which the program reads, changes, clears and replaces right after a step."""
+    net, optimizer = make(overlap)
+    weight, seen = net.other.weight, []
+    for number in range(2 * STEPS):
+        step(net, optimizer, number)
+        assert pending(optimizer) == overlap
+        if number in (0, 1):
+            seen.append(digest([optimizer.state[weight]["momentum_buffer"]]))
+        elif number == 3:
+            optimizer.state[weight]["momentum_buffer"].zero_()
+        elif number == 5:
+            optimizer.state.clear()
+        elif number == 7:
+            copied = pickle.loads(pickle.dumps(optimizer.__getstate__()))
+            found = [copied["state"].get(param, {}) for param in copied["param_groups"][0]["params"]]
+            seen.append(digest(state["momentum_buffer"] for state in found if state))
+        elif number == 9:
+            optimizer.state = collections.defaultdict(dict, {weight: dict(optimizer.state[weight])})
+            seen.append(optimizer.__dict__["state"] is optimizer.state and len(optimizer.state))
+    return end(net, optimizer, seen=seen)
+
+
+@program
+def surroundings(overlap: bool) -> Facts:
+    """Parameters are first used under autocast, a default device or data type, or inside a transform of functions."""
+    net, optimizer = make(overlap, "adafactor")
+    weight, dtype = net.twice.weight, torch.get_default_dtype()
+    for number in range(2 * STEPS):
+        step(net, optimizer, number)
+        assert pending(optimizer) == overlap
+        if number % 4 == 0 and int(hvd.rank()) == 0:
+            weight.norm()  # Else under autocast, as on the other rank.
+        with torch.autocast("cpu", torch.bfloat16):
+            loss_of(net, 99)
+    first = end(net, optimizer)
+    net, optimizer = make(overlap, "nadam")
+    weight = net.twice.weight
+    step(net, optimizer, 0)
+    with torch.device("meta"):
+        optimizer.state_dict()
+    step(net, optimizer, 1)
+    try:
+        torch.set_default_dtype(torch.float64)
+        optimizer.state.clear()
+        step(net, optimizer, 2)
+        torch.set_default_dtype(dtype)
+        weight.norm()
+    finally:
+        torch.set_default_dtype(dtype)
+    step(net, optimizer, 3)
+    torch.func.grad(lambda x: (x @ net.twice.weight).sum())(torch.ones(8))
+    optimizer.state_dict()
+    kinds = sorted({str(value.dtype) for one in optimizer.state.values() for value in one.values()})
+    return end(net, optimizer, first=first, kinds=kinds)
 
 
 @program
