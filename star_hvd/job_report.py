@@ -179,8 +179,9 @@ def explain(optimizer: int | None = None) -> str:
     driver = run.drivers.get(max(run.drivers, default=-1) if optimizer is None else optimizer)
     if driver is None:
         return text
-    overlapped = driver.overlapped.describe() if driver.overlapped is not None else ""
-    exposed = exposure(list(driver.timeline.latest), driver.engine.plan.label, comm_s)
+    overlapped = driver.overlapped.describe() if driver.overlapped is not None else driver.no_overlap
+    asked = driver.overlapped is not None or bool(overlapped)
+    exposed = exposure(list(driver.timeline.latest), driver.engine.plan.label, comm_s, overlap_asked=asked)
     return "; ".join(part for part in (text, exposed, overlapped, driver.engine.wire.explain()) if part)
 
 

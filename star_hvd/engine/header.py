@@ -37,6 +37,7 @@ _FIELDS = (
     "wire",
     "interval_sum",
     "interval_count",
+    "no_overlap",
 )
 _CHECKSUM = 6  # Three 8-bit pieces and their squares: exact in float32 up to 257 ranks.
 _FIXED = len(_FIELDS) + _CHECKSUM
@@ -62,6 +63,7 @@ class Contribution:
         manual_before: `manual` of the previous step, if that became known only after its header was sent.
         wire: Encoding that the members' leader requests for the next step (`Wire.wanted`), 0 on the other ranks.
         interval_s: Time between this rank's two latest arrivals, NaN if not wanted.
+        no_overlap: Whether this rank's previous step did not overlap with the program although that is wanted.
     """
 
     fresh: bool
@@ -78,6 +80,7 @@ class Contribution:
     manual_before: bool = False
     wire: int = 0
     interval_s: float = math.nan
+    no_overlap: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,7 @@ class Header:
     manual_before: bool = False
     wire: int = 0
     interval_s: float = math.nan
+    no_overlap: bool = False
 
     def complete(self, members: Sequence[int]) -> bool:
         """Whether every member's fresh gradient is in the step."""
@@ -154,6 +158,7 @@ class HeaderCodec:
         out[_SLOT["wire"]] = item.wire
         if not math.isnan(item.interval_s):
             out[_SLOT["interval_sum"]], out[_SLOT["interval_count"]] = item.interval_s, 1.0
+        out[_SLOT["no_overlap"]] = item.no_overlap
         if item.checksum is not None:
             out[_SLOT["sum_count"]] = 1.0
             for i in range(3):
@@ -188,6 +193,7 @@ class HeaderCodec:
             manual_before=get["manual_before"] > 0,
             wire=round(get["wire"]) if math.isfinite(get["wire"]) else 0,
             interval_s=get["interval_sum"] / get["interval_count"] if get["interval_count"] else math.nan,
+            no_overlap=get["no_overlap"] > 0,
         )
 
 

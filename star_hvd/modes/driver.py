@@ -84,6 +84,7 @@ class StepDriver:
         hold_gradients: Prepares for the repetition; returns the parameters that keep the batch's gradient.
         equal_batches: Why batches that differ between ranks are refused, empty if they are not.
         overlapped: Its overlapped steps, if it has any.
+        no_overlap: Says why it has none although they were asked for, else empty.
         on_stop: Functions called when it ends.
         timeline: Samples when buckets travel and how long the training thread waits for them.
     """
@@ -114,6 +115,7 @@ class StepDriver:
         self.whole_only: Callable[[], str] = lambda: ""
         self.hold_gradients: Callable[[], frozenset[torch.nn.Parameter]] = frozenset
         self.overlapped: Overlapped | None = None
+        self.no_overlap = ""
         self.on_stop: list[Callable[[], None]] = []
         self._loss = self._arrived_s = math.nan
         self._phase = Phase(config.grace_fraction)

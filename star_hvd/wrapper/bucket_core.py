@@ -33,7 +33,7 @@ from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes
 from star_hvd.wrapper.ordered_collective import OrderedCollective
-from star_hvd.wrapper.overlap import Overlap
+from star_hvd.wrapper.overlap import Overlap, never
 from star_hvd.wrapper.program_writes import ProgramWrites
 from star_hvd.wrapper.same_parameters import same_on_all_ranks
 from star_hvd.wrapper.sparse import SparseGradients
@@ -118,7 +118,9 @@ class BucketCore:
         lossy: bool = False,
     ) -> None:
         self._exact = exact
-        self._overlap_asked = overlap
+        params = _trainable(inner.param_groups)
+        self._no_overlap = never(base, max_grad_norm, params) if overlap else None
+        self._overlap_asked = overlap if self._no_overlap is None else False
         self._overlap: Overlap | None = None
         self.base = base
         self._inner = inner
@@ -149,7 +151,6 @@ class BucketCore:
         self._timeline: StepTimeline | None = None
         self._writes: ProgramWrites | None = None
         _cores.add(self)
-        params = _trainable(inner.param_groups)
         self._add(params if run is None else same_on_all_ranks(params, names))
         self._loose = self._outside_buckets()
         if run is not None:
@@ -220,6 +221,7 @@ class BucketCore:
     def _connect(self, driver: StepDriver) -> None:
         """Give the driver its access to the buckets."""
         self._timeline = driver.timeline
+        driver.no_overlap = f"overlap is off: {self._no_overlap}" if self._no_overlap else ""
         driver.gates = ForwardGates(lambda index: None)  # The code that closes a gate sets `wait`.
         driver.begun = self._begun
         driver.mid_step = lambda: bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)

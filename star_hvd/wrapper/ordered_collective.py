@@ -71,6 +71,11 @@ class OrderedCollective:
         self._failure: Exception | None = None
         threads.supervised(self._run, thread_name).start()
 
+    @property
+    def ordered(self) -> bool:
+        """Whether tensors are held back."""
+        return bool(self._names)
+
     def set_order(self, groups: Sequence[Sequence[str]]) -> None:
         """Set the order from the next step on, on all ranks after the same step; other names are not held.
 

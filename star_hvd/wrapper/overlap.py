@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,9 +35,36 @@ from star_hvd.modes.driver import StepDriver
 from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 
-__all__ = ["Overlap"]
+__all__ = ["Overlap", "never"]
 
 logger = logging.getLogger("star_hvd")
+
+
+_HELD_BACK = 16  # Steps; with fewer, a program that reduces every second step by hand would change the order in each.
+_GPU = "parameters are on a GPU, where overlapped steps are not tested yet"
+_OFF = "overlap is off: %s"
+
+
+def never(
+    base: type[torch.optim.Optimizer], max_grad_norm: float | None, params: Iterable[torch.nn.Parameter]
+) -> str | None:
+    """Return why no step of an optimizer will overlap, None if steps may; the same on all ranks. Logs it.
+
+    Args:
+        base: The user's optimizer class.
+        max_grad_norm: Norm to which the averaged gradient is clipped.
+        params: The optimizer's parameters.
+    """
+    reason = None
+    if not steps_by_bucket(base):
+        reason = f"{base.__name__} is not known to update every parameter from its own gradient and state alone"
+    elif max_grad_norm is not None:
+        reason = "max_grad_norm needs the norm of the whole gradient"
+    elif any(param.is_cuda for param in params):
+        reason = _GPU
+    if reason is not None:
+        logger.warning(_OFF, reason)
+    return reason
 
 
 @dataclass(slots=True)
@@ -77,7 +104,9 @@ class Overlap:
         self._pending: _Pending | None = None
         self._pid = os.getpid()
         self._applied_by: int | None = None  # The thread that is inside the user's optimizer.
-        self._reasons: set[str] = set()
+        self._reasons: set[str] = set()  # Those that were logged.
+        self._refusal: str | None = None  # Why steps of this rank do not overlap.
+        self._held_back = 0  # Steps, from the next one on, that are sent as without overlap.
         self._sizes = SizeSearch(len(self._applier.buckets))
         self._trial = OffSwitch() if auto else None
         self._on = not auto or not self._sizes.decided  # Whether steps overlap now.
@@ -90,16 +119,28 @@ class Overlap:
         self._reduced = {param for bucket in self._applier.buckets for param in bucket.params}
         self._use(overlap=self._on)
 
+    @property
+    def _wanted(self) -> bool:
+        """Whether steps are to overlap, now or in a later block of a trial."""
+        return self._on or (self._trial is not None and not self._trial.decided)
+
     def _use(self, *, overlap: bool) -> None:
         """Turn overlapping on or off and set the order, from the next step on, on all ranks."""
-        buckets = self._applier.buckets
-        groups = order_in_groups(len(buckets), self._sizes.together) if overlap else ()
+        buckets, ordered = self._applier.buckets, overlap and not self._held_back
+        groups = order_in_groups(len(buckets), self._sizes.together) if ordered else ()
         self._on = overlap
         self.collective.set_order([[f"{self._engine.prefix}.b{index}" for index in group] for group in groups])
 
     def _note_header(self, header: Header) -> None:
         """Use the header of a reduced step, which all ranks read alike; called under the engine's lock."""
         if math.isnan(header.interval_s) or self._engine.plan.mode != "sync":
+            return
+        before, self._held_back = self._held_back, _HELD_BACK if header.no_overlap else max(0, self._held_back - 1)
+        if bool(before) != bool(self._held_back):
+            self._use(overlap=self._on)
+            if before:
+                self._refusal = None
+        if self._held_back:  # The step whose time this is may have been sent either way.
             return
         sizes, trial = self._sizes, self._trial
         if not sizes.decided:
@@ -117,7 +158,9 @@ class Overlap:
             logger.info("%s", self.describe())
 
     def describe(self) -> str:
-        """Describe what was decided by trial; empty if nothing was yet."""
+        """Describe why steps do not overlap, or what was decided by trial; empty if nothing was yet."""
+        if self._wanted and (self._refusal is not None or self._held_back):
+            return f"overlap is off: {self._refusal or 'another rank does not overlap; its log says why'}"
         trial = self._trial.describe("overlap") if self._trial is not None else ""
         return "; ".join(part for part in (self._sizes.describe(), trial) if part)
 
@@ -129,27 +172,23 @@ class Overlap:
     # ---- may this step overlap ------------------------------------------------------------------------------------
 
     def allowed(self, reason: str | None = None) -> bool:
-        """Whether the next step may overlap; if not, log why, once.
+        """Whether the next step may overlap; if not, log why, once, and let all ranks know with the step after it.
 
         Args:
             reason: A reason against it that the caller knows.
         """
-        if not self._on:
+        if not self._wanted:
             return False
         reason = reason or self._reason()
+        self._refusal = reason or self._refusal
+        self._engine.own.no_overlap = reason is not None
         if reason is not None and reason not in self._reasons:
             self._reasons.add(reason)
-            logger.warning("overlap is off: %s", reason)
-        return reason is None
+            logger.warning(_OFF, reason)
+        return self._on and reason is None
 
     def _reason(self) -> str | None:
-        applier, optimizer = self._applier, self._applier.optimizer
-        if not steps_by_bucket(applier.base):
-            return (
-                f"{applier.base.__name__} is not known to update every parameter from its own gradient and state alone"
-            )
-        if applier.max_grad_norm is not None:
-            return "max_grad_norm needs the norm of the whole gradient"
+        optimizer = self._applier.optimizer
         hooks = (
             optimizer.__dict__.get("_optimizer_step_pre_hooks"),
             optimizer.__dict__.get("_optimizer_step_post_hooks"),
@@ -161,7 +200,7 @@ class Overlap:
         if any(p.requires_grad and p not in self._reduced for group in optimizer.param_groups for p in group["params"]):
             return "a parameter that was frozen when the optimizer was wrapped is trained, which no bucket holds"
         if self._applier.streams.devices:
-            return "parameters are on a GPU, where overlapped steps are not tested yet"
+            return _GPU
         compiled = sys.modules.get("torch._dynamo.convert_frame")
         if compiled is not None and compiled.FRAME_COUNTER:
             return "torch.compile is in use, whose code reads parameters where that is not seen"

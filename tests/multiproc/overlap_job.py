@@ -356,6 +356,37 @@ def by_hand(overlap: bool) -> Facts:
 
 
 @program
+def refused(overlap: bool) -> Facts:
+    """What one rank refuses is off on all of them, with its order and its trials, until a while after; it says why."""
+    net, optimizer = make("auto" if overlap else False)
+    hook = optimizer.register_step_post_hook(lambda *_: None) if int(hvd.rank()) == 0 else None
+    seen = []
+    for number in range(40):
+        if number == 12 and hook is not None:
+            hook.remove()
+        step(net, optimizer, number)
+        optimizer.state_dict()
+        if overlap and number in (0, 4, 11, 13, 39):
+            held_back, said = driver_of(optimizer).engine.collective.ordered, driver_of(optimizer).overlapped.describe()
+            seen.append((number, held_back, said))
+    if overlap:
+        why = "overlap is off: " + ("step hooks see the whole step" if hook else "another rank does not")
+        assert [number for number, held_back, _ in seen if held_back] == [0, 39], seen
+        assert [number for number, _, said in seen if said.startswith(why)] == [0, 4, 11, 13][hook is None :], seen
+        assert seen[-1][-1] in ("", "overlap is being tried: 0 pairs of blocks of 16 steps so far"), seen
+        assert ("step hooks" in str(seen[1])) == (hook is not None)
+    first = end(net, optimizer)
+    net, optimizer = make(overlap, max_grad_norm=0.1)
+    for number in range(12):
+        step(net, optimizer, number)
+    said = hvd.explain()
+    assert ("; overlap is off: max_grad_norm needs" in said) == (overlap and hook is not None), said
+    assert "overlap='auto'" not in said or not overlap, said
+    assert not hasattr(driver_of(optimizer).engine.collective, "ordered")
+    return end(net, optimizer, first=first)
+
+
+@program
 def dropped(overlap: bool) -> Facts:
     """The optimizer is gone before its last step has ended: the parameters still get it."""
     net, optimizer = make(overlap)

@@ -55,7 +55,7 @@ CALLED_FROM_OUTSIDE = {
     "load_context", "callback", "_release_save", "_acquire_restore", "_is_owned",
     "_check_sync", "_check_subgroup", "_check_ps", "_check_grouped", "_check_local",
     "early_sessions", "open_sessions", "known_plans", "known_pushes", "most_places", "paced_replies",
-    "incomplete", "queued", "remembered",
+    "incomplete", "ordered", "queued", "remembered",
 }  # fmt: skip
 
 

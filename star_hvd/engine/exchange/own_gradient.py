@@ -15,7 +15,8 @@ __all__ = ["OwnGradient"]
 
 
 class OwnGradient:
-    """Changed under the engine's lock, except `weight`, `loss` and `interval_s`, which the training thread sets.
+    """Changed under the engine's lock, except `weight`, `loss`, `interval_s` and `no_overlap`, which the training
+    thread sets.
 
     Args:
         applier: Holds the buckets.
@@ -26,6 +27,7 @@ class OwnGradient:
         weight: Its weight in a mean over the ranks.
         loss: Its loss, NaN if unknown or reported already.
         interval_s: Time since the training thread arrived in the step before, NaN if unknown.
+        no_overlap: Whether that step did not overlap with the program although that is wanted.
         steps: Steps the training thread has made, including one whose header is claimed before it arrives.
         norm: Its squared norm.
         deferred: By bucket, the fence of a device that has not completed it yet.
@@ -34,6 +36,7 @@ class OwnGradient:
     def __init__(self, applier: Applier, counters: Counters, noise_interval_steps: int) -> None:
         self.weight = 1.0
         self.loss = self.interval_s = math.nan
+        self.no_overlap = False
         self.steps = 0
         self.norm = LocalNorm(applier.streams, noise_interval_steps)
         self.deferred: dict[int, Fence] = {}
@@ -82,5 +85,6 @@ class OwnGradient:
     def report(self, item: Contribution, step: int) -> None:
         """Write what the header of `step`, which leaves now, reports about it."""
         item.weight, item.loss, item.interval_s = self.weight, self.loss, self.interval_s
+        item.no_overlap = self.no_overlap
         item.local_sqr = self.weight * self.norm.sqr if self.norm.due(step) else None
         self.loss = math.nan

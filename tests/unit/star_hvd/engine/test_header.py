@@ -98,6 +98,7 @@ def test_means_and_what_is_not_finite() -> None:
     assert header.loss == 2.0 and header.weight == 2.5 and header.weight_sqr == 2.25
     assert (header.local_sqr, header.local_count, header.folds, header.manual) == (2.0, 1, 0.5, True)
     assert math.isnan(reduced([Contribution(True, 1)]).loss)
+    assert reduced([Contribution(True, 1), Contribution(True, 1, no_overlap=True)]).no_overlap and not header.no_overlap
     assert reduced([Contribution(True, 1)]).local_sqr == pytest.approx(0.0)
 
 

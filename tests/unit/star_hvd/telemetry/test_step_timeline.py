@@ -266,5 +266,10 @@ def test_the_sentence(mode: str, means: str, exposed_s: float, comm_s: float, te
     assert exposure([sampled("partial(3)", "", 0.4), sampled(mode, means, exposed_s)], mode, comm_s) == text
 
 
+def test_no_advice_to_do_what_is_done() -> None:
+    text = exposure([sampled("sync", "", 0.2)], "sync", math.nan, overlap_asked=True)
+    assert text == "50 % of a step of 100 ms is exposed communication, which is left as it is"
+
+
 def test_no_sentence_without_a_sample_of_the_mode() -> None:
     assert exposure([sampled("sync", "", 0.1)], "local(4)", math.nan) == ""
