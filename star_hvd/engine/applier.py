@@ -162,10 +162,12 @@ class Applier:
             for group, params in before:
                 group["params"] = params
 
-    def checksum(self) -> int:
-        """Return 24 bits computed over the parameters' bytes, equal on bit-equal replicas."""
+    def checksum(self, buckets: Sequence[Bucket] | None = None) -> int:
+        """Return 24 bits computed over the bytes of some buckets' parameters, by default all, equal on bit-equal
+        replicas.
+        """
         sums = []
-        for bucket in self.buckets:
+        for bucket in self.buckets if buckets is None else buckets:
             for param in bucket.params:
                 raw = param.detach().contiguous().view(-1).view(torch.uint8)
                 whole = raw.numel() - raw.numel() % 4

@@ -203,7 +203,7 @@ class BucketCore:
         run.attach(driver, engine, initial, plan, exact=self._exact)
         if isinstance(collective, OrderedCollective):
             deadline_s, auto = self._config.step_deadline_s, self._overlap_asked == "auto"
-            self._overlap = Overlap(driver, collective, deadline_s, auto=auto)
+            self._overlap = Overlap(driver, collective, deadline_s, auto=auto, watched=self._watched)
         self._pin_to_what_works(driver, plan)
         return driver
 
@@ -582,10 +582,16 @@ class BucketCore:
         return value
 
     def _watch_program(self) -> None:
-        """If a relaxed mode is possible, watch for the program's own writes to parameters from here on."""
+        """Watch for the program's own writes to parameters from here on, if they matter."""
+        writes = self._watched()
+        if writes is not None:
+            writes.step_ended(self.driver.engine.replica.writes)
+
+    def _watched(self) -> ProgramWrites | None:
+        """Return what watches for the program's own writes to parameters, None if no relaxed mode is possible."""
         engine, may_relax = self.driver.engine, not self._exact and (self._plan is None or self._plan.relaxed)
-        if self._writes and may_relax and self.driver.active_mode is None and engine.agreement.pinned is None:
-            self._writes.step_ended(engine.replica.writes)
+        in_sync = self.driver.active_mode is None and engine.agreement.pinned is None
+        return self._writes if may_relax and in_sync else None
 
     def step_with_closure(self, closure: Closure) -> Any:
         """Make a step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from scheduler.transmission.off_switch import OffSwitch
 from scheduler.transmission.order import order_in_groups
 from scheduler.transmission.sizes import SizeSearch
 from star_hvd.engine.applier import steps_by_bucket
+from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.collective import wait_all
 from star_hvd.engine.device import APPLIED, DONE, SUBMITTED, Fence
 from star_hvd.engine.header import Header
@@ -34,6 +35,7 @@ from star_hvd.engine.surroundings import Surroundings
 from star_hvd.modes.driver import StepDriver
 from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.ordered_collective import OrderedCollective
+from star_hvd.wrapper.program_writes import ProgramWrites
 
 __all__ = ["Overlap", "never"]
 
@@ -76,6 +78,7 @@ class _Pending:
     left: set[int]
     submitted: Fence
     surroundings: Surroundings
+    writes: ProgramWrites | None
     row: Sequence[float] | None = None
     row_known: bool = False
     cleared: bool = False  # Whether the user has called `zero_grad` since.
@@ -91,13 +94,21 @@ class Overlap:
         collective: The collective of its engine.
         deadline_s: Longest wait for a reduction.
         auto: Whether to try overlapping, and keep it only if it is faster.
+        watched: Returns what watches for the program's own writes to parameters, if they matter.
     """
 
     def __init__(
-        self, driver: StepDriver, collective: OrderedCollective, deadline_s: float, *, auto: bool = False
+        self,
+        driver: StepDriver,
+        collective: OrderedCollective,
+        deadline_s: float,
+        *,
+        auto: bool = False,
+        watched: Callable[[], ProgramWrites | None] = lambda: None,
     ) -> None:
         self.driver, self.collective, self._deadline_s = driver, collective, deadline_s
         self.gates = ForwardGates(self.wait)
+        self._watched = watched
         self._engine = driver.engine
         self._applier = driver.engine.applier
         self._lock = driver.engine.replica.apply_lock
@@ -219,6 +230,7 @@ class Overlap:
                 {bucket.index for bucket in applier.buckets},
                 applier.streams.give(SUBMITTED),
                 Surroundings.present(),
+                self._watched(),
             )
             for bucket in applier.buckets:
                 for param in bucket.params:
@@ -364,18 +376,11 @@ class Overlap:
             pending.submitted.order()
             for bucket in buckets:
                 engine.own_mean(bucket.index)
-            params = [param for bucket in buckets for param in bucket.params]
-            views = [view for bucket in buckets for view in bucket.views]
             self._applied_by = threading.get_ident()
             try:
-                # The gates open afterwards: another thread must not read a half-written bucket.
-                with engine.replica.writing(), torch._C.DisableTorchFunctionSubclass():
-                    for param, view in zip(params, views, strict=True):
-                        param.grad = view
-                    self._applier.step_params(params, pending.groups, pending.row)
-                    if pending.cleared:
-                        for param in params:
-                            param.grad = None
+                self._step(pending, buckets)
+                if pending.writes is not None:
+                    pending.writes.applied(buckets)
             finally:
                 self._applied_by = None
                 applied = engine.streams.give(APPLIED)
@@ -383,6 +388,18 @@ class Overlap:
                     pending.left.discard(bucket.index)
                     pending.applied[bucket.index] = applied
                     self.gates.open(bucket.index)  # Last: once it is open, `waits_for` must report it as done.
+
+    def _step(self, pending: _Pending, buckets: Sequence[Bucket]) -> None:
+        """Step buckets. Their gates open afterwards: another thread must not read a half-written bucket."""
+        params = [param for bucket in buckets for param in bucket.params]
+        views = [view for bucket in buckets for view in bucket.views]
+        with self._engine.replica.writing(), torch._C.DisableTorchFunctionSubclass():
+            for param, view in zip(params, views, strict=True):
+                param.grad = view
+            self._applier.step_params(params, pending.groups, pending.row)
+            if pending.cleared:
+                for param in params:
+                    param.grad = None
 
     def _note_wait(self, pending: _Pending, waited_s: float) -> None:
         pending.wait_s += waited_s
@@ -396,6 +413,8 @@ class Overlap:
             try:
                 result = self._engine.finish_own()
                 self._engine.apply_own(result, lambda row: None)
+                if pending.writes is not None:
+                    pending.writes.step_ended(self._engine.replica.writes)
             finally:  # Not earlier: a thread that finds no step in progress starts the next one.
                 self._pending = None
         self.driver.end_overlapped(pending.step, pending.wait_s)

@@ -271,6 +271,27 @@ def surroundings(overlap: bool) -> Facts:
 
 
 @program
+def clamped(overlap: bool) -> Facts:
+    """The program changes parameters in every step, which forbids relaxed modes; one that does not may have them."""
+    pinned, went_on = [], 0
+    for kind in ("none", "seen", "unseen"):
+        net, optimizer = make(overlap, mode="auto")
+        for number in range(STEPS):
+            step(net, optimizer, number)
+            went_on += pending(optimizer)
+            if kind == "none" and number % 2:
+                net.state_dict()
+            with torch.no_grad():
+                for param in net.parameters() if kind != "none" else ():
+                    (param if kind == "seen" else param.data).clamp_(-0.3, 0.3)
+        pinned.append(driver_of(optimizer).engine.agreement.pinned)
+        optimizer.close()
+    assert pinned[0] is None and all("changes parameters itself" in str(reason) for reason in pinned[1:]), pinned
+    assert (went_on > STEPS) == overlap
+    return {"pinned": pinned}
+
+
+@program
 def gradients(overlap: bool) -> Facts:
     """All ways to clear gradients, and none; several passes."""
     net, optimizer = make(overlap, backward_passes_per_step=2)

@@ -36,6 +36,24 @@ def test_a_change_in_the_first_steps_is_found(seen: bool) -> None:
     assert writes.found(7)
 
 
+@pytest.mark.parametrize("seen", [True, False])
+@pytest.mark.parametrize("changed", [True, False])
+def test_a_change_before_the_rest_of_the_step_is_applied_is_found(seen: bool, changed: bool) -> None:
+    params = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    applier = Applier(optimizer, torch.optim.SGD, pack(params, [32]), HyperRow(optimizer.param_groups))
+    assert len(applier.buckets) == 2
+    writes = ProgramWrites(applier)
+    for bucket in reversed(applier.buckets):
+        with torch.no_grad():
+            bucket.params[0].sub_(0.01)
+            writes.applied([bucket])
+            if changed and bucket.index:
+                (bucket.params[0] if seen else bucket.params[0].data).clamp_(-0.5, 0.5)
+    writes.step_ended(7)
+    assert writes.found(7) is changed
+
+
 def test_parameters_that_were_added_are_no_change() -> None:
     param, writes = made()
     writes.step_ended(0)
