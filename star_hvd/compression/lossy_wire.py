@@ -125,6 +125,9 @@ class LossyWire(Wire):
         if self._arrived_s is not None:
             self._arrived_s = max(self._arrived_s, self._clock() - ago_s)
 
+    def waited(self, wait_s: float) -> None:
+        self.computed(wait_s)  # Counts alike: only the last `wait_s` are exposed.
+
     def ended(self, asked: int) -> None:
         now_s = self._clock()
         if self._ended_s is not None and self._arrived_s is not None:

@@ -210,6 +210,9 @@ class Wire:
     def computed(self, ago_s: float) -> None:
         """The awaited step's gradient was finished on a device `ago_s` seconds ago; `arrived` was called earlier."""
 
+    def waited(self, wait_s: float) -> None:
+        """Since `arrived` the training thread has waited `wait_s` for the reduction, and worked otherwise."""
+
     def ended(self, asked: int) -> None:
         """A step of gradients has ended, whose leader requested the encoding `asked` for the next one."""
 

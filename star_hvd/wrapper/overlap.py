@@ -411,6 +411,7 @@ class Overlap:
             if self._pending is not pending or pending.left:
                 return
             try:
+                self._engine.wire.waited(pending.wait_s)  # Forward and evaluations since `step()` are no wait.
                 result = self._engine.finish_own()
                 self._engine.apply_own(result, lambda row: None)
                 if pending.writes is not None:

@@ -588,6 +588,23 @@ def low_rank(overlap: bool) -> Facts:
     return {"ended": True}
 
 
+@program
+def compute_bound(overlap: bool) -> Facts:
+    """A step in which reductions have long ended when its parameters are used: no form of them can shorten it."""
+    net, optimizer = make(overlap, compression=hvd.Compression.auto)
+    forms, engine = set(), driver_of(optimizer).engine
+    for number in range(24 if overlap else 1):
+        step(net, optimizer, number)
+        if overlap:
+            began_s = time.monotonic()
+            while within(began_s) and not all(map(engine.collective.poll, engine.own_step().all_handles())):
+                time.sleep(0.001)
+            time.sleep(0.05)
+        forms.add(inside(optimizer).core.wire.wanted)
+    assert forms == {0}, (forms, inside(optimizer).core.wire.explain())
+    return {"ended": True}
+
+
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     hvd.init()
