@@ -16,7 +16,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Surroundings"]
+__all__ = ["Surroundings", "untransformed"]
 
 _DEVICE = "cpu"  # Only steps in host memory overlap.
 
@@ -47,15 +47,12 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Have the calling thread in them inside the block, and outside every transform of functions and every mode
-        that sees each operation; inference mode and whether gradients are recorded stay as they are.
+        """Have the calling thread in them inside the block, and `untransformed`.
+
+        Inference mode and whether gradients are recorded stay as they are.
         """
         present = Surroundings.present()
-        with ExitStack() as stack:
-            if torch._C._functorch.peek_interpreter_stack() is not None:
-                stack.enter_context(temporarily_clear_interpreter_stack())
-            if torch._C._len_torch_dispatch_stack():
-                stack.enter_context(_disable_current_modes())
+        with untransformed(), ExitStack() as stack:
             if present.modes != self.modes:
                 stack.enter_context(_function_modes(self.modes))
             if present.autocast != self.autocast:
@@ -64,6 +61,21 @@ class Surroundings:
             if present.dtype != self.dtype:
                 stack.enter_context(_default_dtype(self.dtype))
             yield
+
+
+@contextmanager
+def untransformed() -> Iterator[None]:
+    """Have the calling thread outside every transform of functions, every trace and every mode that sees each operation
+    inside the block.
+    """
+    with ExitStack() as stack:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            stack.enter_context(temporarily_clear_interpreter_stack())
+        if torch._C._get_tracing_state() is not None:
+            stack.enter_context(_no_tracing())
+        if torch._C._len_torch_dispatch_stack():
+            stack.enter_context(_disable_current_modes())
+        yield
 
 
 @contextmanager
@@ -80,6 +92,16 @@ def _function_modes(modes: tuple[Any, ...]) -> Iterator[None]:
             _pop_mode()
         for mode in reversed(held):
             _push_mode(mode)
+
+
+@contextmanager
+def _no_tracing() -> Iterator[None]:
+    before = torch._C._get_tracing_state()
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch._C._set_tracing_state(before)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -5,19 +5,27 @@ While a bucket is closed, its parameters have a subclass that intercepts every u
 parameters, a parameter shared with another module. The use waits for the bucket and continues with the ordinary
 parameter. This needs no knowledge of the model, and open gates cost nothing.
 
-Not intercepted are aliases made earlier (`param.detach()` kept from an earlier step) and code that reads the memory
-without Python, i.e. scripted or compiled modules. For the latter a hook before every module's forward pass waits for
-all buckets.
+Code that gets at the memory without Python needs more: before the forward pass of a scripted or compiled module, and
+before a scripted method, all buckets are waited for; the transforms of `torch.func` and scripted functions wait for the
+parameters among their arguments (`_guard_natives`).
+
+Not intercepted are aliases made earlier (`param.detach()` kept from an earlier step) and functions of C++ that take a
+tensor without looking for a subclass: those of extensions that are no operators of `torch.ops`, and a few of torch's,
+which docs/modes.md lists.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._functorch import eager_transforms, vmap
 
+from star_hvd.engine.surroundings import untransformed
 from star_hvd.errors import StarError
 
 __all__ = ["ForwardGates"]
@@ -47,6 +55,7 @@ class ForwardGates:
         self.wait = wait
         self._closed: dict[int, Sequence[torch.nn.Parameter]] = {}
         self._hook: Any = None
+        _all.add(self)
 
     @property
     def closed(self) -> tuple[int, ...]:
@@ -56,6 +65,7 @@ class ForwardGates:
     def close(self, index: int, params: Sequence[torch.nn.Parameter]) -> None:
         """Make every use of these parameters call `wait(index)` first."""
         if self._hook is None:
+            _guard_natives()
             self._hook = torch.nn.modules.module.register_module_forward_pre_hook(self._before_forward)
         self._closed[index] = params
         for param in params:
@@ -84,8 +94,15 @@ class ForwardGates:
 
     def _before_forward(self, module: torch.nn.Module, inputs: Any) -> None:
         if self._closed and _reads_memory(module):
-            for index in self.closed:
-                self.wait(index)
+            self.wait_for_all()
+
+    def wait_for_all(self) -> None:
+        """Wait for all closed buckets."""
+        for index in self.closed:
+            self.wait(index)
+
+
+_all: weakref.WeakSet[ForwardGates] = weakref.WeakSet()
 
 
 class _Gated(torch.nn.Parameter):
@@ -128,7 +145,8 @@ def _pass(param: Any) -> None:
     """Wait at a parameter's gate."""
     while (gate := param.__dict__.get("_star_gate")) is not None:  # Another thread may have closed it again.
         gates, index, _ = gate
-        gates.wait(index)
+        with untransformed():
+            gates.wait(index)
         if param.__dict__.get("_star_gate") is gate:
             raise StarError(f"bucket {index} was waited for, but its parameters were not brought up to date")
 
@@ -157,3 +175,36 @@ def _reads_memory(module: torch.nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule):
         return True
     return "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None
+
+
+@functools.cache
+def _guard_natives() -> None:
+    """Have what takes parameters without telling their class wait at their gates, in this process from now on."""
+    for owner, name, everything in (
+        (eager_transforms, "_wrap_for_grad", False),
+        (eager_transforms, "_wrap_functional_tensor", False),
+        (vmap, "_add_batch_dim", False),
+        (torch._C.ScriptFunction, "__call__", False),
+        (torch._C.ScriptMethod, "__call__", True),
+    ):
+        if callable(native := getattr(owner, name, None)):  # They are torch's own business, so another may lack them.
+            setattr(owner, name, _guarded(native, everything=everything))
+
+
+def _guarded(native: Callable[..., Any], *, everything: bool) -> Callable[..., Any]:
+    """Return a function that calls `native` after waiting.
+
+    Args:
+        native: The function.
+        everything: Whether it reads more than its arguments.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if everything:
+            for gates in tuple(_all):
+                gates.wait_for_all()
+        for param in _gated_in((args, kwargs)):
+            _pass(param)
+        return native(*args, **kwargs)
+
+    return call

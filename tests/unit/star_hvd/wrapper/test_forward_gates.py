@@ -68,6 +68,17 @@ def pair() -> Iterator[tuple[Model, Buckets]]:
 
 X = torch.tensor([[0, 1], [2, 5]])
 
+
+
+def _loss(model: Model) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
+    return lambda params: torch.func.functional_call(model, params, (X,)).square().sum()
+
+
+@torch.jit.script
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    return 2.0 * x
+
+
 READS: dict[str, Callable[[Model], Any]] = {
     "forward": lambda m: m(X),
     "forward without gradients": lambda m: torch.no_grad()(m)(X),
@@ -88,8 +99,23 @@ READS: dict[str, Callable[[Model], Any]] = {
     "index": lambda m: [p[0] for p in m.parameters()],
     "gradient": lambda m: [p.grad for p in m.parameters()],
     "address": lambda m: [p.data_ptr() for p in m.parameters()],
+    "transform of the parameters": lambda m: torch.func.grad(_loss(m))(dict(m.named_parameters()))["twice.weight"],
+    "pulled back": lambda m: torch.func.vjp(_loss(m), dict(m.named_parameters()))[0],
+    "pushed forward": lambda m: torch.func.jvp(torch.sum, (m.twice.weight,), (torch.ones(4, 4),))[0],
+    "second derivative": lambda m: torch.func.hessian(lambda w: (w * w * w).sum())(m.twice.weight),
+    "mapped": lambda m: torch.vmap(torch.sum)(m.twice.weight),
+    "functionalized": lambda m: torch.func.functionalize(torch.sum)(m.twice.weight),
+    "captured by a transform": lambda m: torch.func.grad(lambda x: (x @ m.twice.weight).sum())(torch.ones(4)),
+    "scripted function": lambda m: _doubled(m.twice.weight),
+    "operator by name": lambda m: torch.ops.aten.mul(m.twice.weight, 2.0),
     "write": lambda m: [torch.nn.init.zeros_(p) for p in m.parameters()],
 }
+
+
+ONE = {
+    "functional use of another module's", "pushed forward", "second derivative", "mapped", "functionalized",
+    "captured by a transform", "scripted function", "operator by name",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", READS)
@@ -105,9 +131,9 @@ def test_a_read_waits_and_sees_the_update(name: str, pair: tuple[Model, Buckets]
     assert isinstance(held, torch.nn.Parameter) and held.shape == (6, 4) and held.requires_grad and not buckets.waited
     found, wanted = READS[name](model), READS[name](expected)
     assert len(set(buckets.waited)) == len(buckets.waited)
-    if name in ("functional use of another module's",):
+    if name in ONE:
         assert len(buckets.waited) == 1
-    elif not name.startswith(("forward", "functional")):
+    elif not name.startswith(("forward", "functional call", "transform", "pulled")):
         assert len(buckets.waited) == len(buckets.params)
     if isinstance(found, torch.Tensor):
         assert torch.equal(found, wanted)
@@ -140,6 +166,35 @@ def test_a_scripted_module_waits_for_everything() -> None:
     scripted(torch.ones(1, 2))
     assert len(buckets.waited) == 4 and not buckets.gates.closed
     buckets.gates.remove()
+
+
+class WithMethod(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+    @torch.jit.export
+    def other(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight
+
+
+def test_a_scripted_method_waits_for_everything() -> None:
+    model = torch.jit.script(WithMethod())
+    buckets = Buckets(model)
+    buckets.close()
+    assert torch.equal(model.other(torch.zeros(2)), torch.full((2,), 2.0)) and buckets.waited == [0]
+    buckets.gates.remove()
+
+
+def test_a_trace_does_not_contain_the_update(pair: tuple[Model, Buckets]) -> None:
+    model, buckets = pair
+    buckets.close()
+    traced = torch.jit.trace(model.twice, torch.ones(4), check_trace=False)
+    before = model.twice.weight.detach().clone()
+    assert torch.equal(traced(torch.ones(4)), model.twice(torch.ones(4))) and torch.equal(model.twice.weight, before)
 
 
 def test_a_wait_that_does_not_open_its_gate_is_an_error() -> None:
