@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from horovod.torch import mpi_ops
+from horovod.torch.compression import Compression
 
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.joins import JoinCalled, JoinedRanks, ProgramCollective
@@ -188,8 +189,12 @@ def described(
     """
     tensors: Sequence[torch.Tensor] = given.get("tensors") or [given.get("tensor")]
     can = operation in _REDUCTIONS and all(isinstance(each, torch.Tensor) and not each.is_sparse for each in tensors)
-    if can and "compression" in given:
-        tensors = [given["compression"].compress(each.detach())[0] for each in tensors]
+    compression = given.get("compression", Compression.none)
+    if can and compression is not Compression.none:  # Horovod's own change the type alone, which an empty tensor shows.
+        whole = compression is not Compression.fp16
+        small = [each.detach() if whole else each.detach().new_empty([1] * each.dim()) for each in tensors]
+        sent = [compression.compress(each)[0] for each in small]
+        tensors = sent if whole else [like.expand(each.shape) for like, each in zip(sent, tensors, strict=True)]
     average = given.get("average")
     default = mpi_ops.Average if average is None or average else mpi_ops.Sum
     return ProgramCollective(
