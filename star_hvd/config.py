@@ -38,6 +38,8 @@ class Config:
         max_batch: Maximum samples of a rank in a batch under `sync(balanced)`; 0 for as many as fit in memory. Also the
             maximum in a pass under `sync(steal)`, raised to a micro-batch if smaller; 0 for two batches of the loader,
             or as many of those samples as fit in memory.
+        min_batch: Minimum samples of a rank in a batch under `sync(balanced)`, at most the loader's batch size. 0 for 2
+            if the network has layers of batch normalization with weights, which fail with one sample, else 1.
         decide_interval_s: Interval of the windows on which `auto` decides.
         noise_interval_steps: Steps between two measurements of the gradient norms for the noise scale.
         replay_queue: Closed steps queued for a rank that is inside `step()`, before the job waits for it.
@@ -72,6 +74,7 @@ class Config:
     lost_after_s: float = 10.0
     plan_deadline_s: float = 60.0
     max_batch: int = 0
+    min_batch: int = 0
     decide_interval_s: float = 0.1
     noise_interval_steps: int = 8
     replay_queue: int = 8
@@ -106,6 +109,11 @@ class Config:
         if self.chunk_bytes > _MAX_CHUNK_BYTES:
             limit = f"{_MAX_CHUNK_BYTES}, the largest message of a socket"
             raise ValueError(f"config chunk_bytes is {self.chunk_bytes}; expected at most {limit}")
+        if 0 < self.max_batch < self.min_batch:
+            raise ValueError(
+                f"config min_batch is {self.min_batch} and max_batch {self.max_batch}; expected min_batch to be at "
+                "most max_batch, or max_batch to be 0, for no limit"
+            )
         if self.least_quorum > 1.0:
             raise ValueError(f"config least_quorum is {self.least_quorum}; expected a part of the ranks, at most 1")
 

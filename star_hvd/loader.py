@@ -21,6 +21,7 @@ from star_hvd.epochs.microbatches import LeasedMicrobatches
 from star_hvd.input.batch_sizes import BatchSizes
 from star_hvd.input.feeder import Feeder
 from star_hvd.input.lease_stock import BatchSizer, LeaseStock
+from star_hvd.input.network import normalizations, trained
 from star_hvd.input.sample_order import BatchOrder, EpochOrder, Order, Permutation
 from star_hvd.input.source import Source, order_of, source_of, whole_number
 from star_hvd.input.stream import Stream
@@ -220,6 +221,7 @@ class ShardLoader:
             run.feeding.end(self._number)
 
     def _epoch_in_batches(self, order: EpochOrder, epoch: int, done: list[int]) -> Iterator[Any]:
+        self._note_network()
         stock, shares = self._stock_for(len(order)), self._shares
         samples = self._samples_left(len(order), done)
         if shares is not None:
@@ -263,6 +265,13 @@ class ShardLoader:
         yield from LeasedMicrobatches(self._run, stock, order, feeder, layout.steps, self._note)
         self._open = None
         _end_epoch(self._run, self._number, stock.epoch)
+
+    def _note_network(self) -> None:
+        """Find out, once, whether batches of one sample are too small for the network."""
+        run, shares = self._run, self._shares
+        if shares is not None and shares.asks_for_network and run.world_size > 1 and run.drivers:
+            optimizers = [driver.engine.applier.optimizer for driver in run.drivers.values()]
+            shares.note_network(normalized=normalizations(trained(optimizers)) > 0)
 
     def _next_order(self) -> tuple[int, EpochOrder, list[int]]:
         """Return number and order of the epoch that starts, and the spans of it that were consumed before."""

@@ -9,14 +9,16 @@ slowest. Equal to brute force on random instances; 512 ranks take milliseconds. 
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Balance", "balance", "divide"]
+__all__ = ["Balance", "LastStep", "balance", "divide"]
 
 Array = npt.NDArray[np.float64]
 
@@ -71,8 +73,38 @@ def balance(
     return Balance(sizes=tuple(sizes.tolist()), time_s=_time_s(sizes, alpha, beta))
 
 
-def divide(total: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Divide `total` samples in the proportion of `shares`, by largest remainders; at least 1 for each if possible.
+@dataclass(frozen=True, slots=True)
+class LastStep:
+    """How the last step of an epoch, which has fewer samples than the others, is divided; equal on all ranks.
+
+    Attributes:
+        whole: In batches of the usual size, one for each of the first ranks with the largest shares, since short ones
+            are to be dropped. Else in the proportion of the shares.
+        least: In the proportion of the shares: fewest samples of a rank that has a part.
+    """
+
+    whole: bool = False
+    least: int = 1
+
+    def parts(self, total: int, shares: Sequence[int], batch: int) -> tuple[int, ...]:
+        """Return every rank's part of `total` samples; `batch` is the size of a usual batch."""
+        if not self.whole:
+            return divide(total, shares, self.least)
+        found = [0] * len(shares)
+        for place, rank in enumerate(_largest_first(shares)):
+            found[rank] = min(batch, max(0, total - place * batch))
+        return tuple(found)
+
+
+def _largest_first(shares: Sequence[int]) -> list[int]:
+    return sorted(range(len(shares)), key=lambda rank: (-shares[rank], rank))
+
+
+def divide(total: int, shares: Sequence[int], least: int = 1) -> tuple[int, ...]:
+    """Divide `total` samples in the proportion of `shares`, by largest remainders.
+
+    Every rank gets at least `least`. If there are too few samples for that, only ranks with the largest shares get any:
+    as many ranks as can have `least`, or more of them where these would have to take more than their shares.
 
     Used for the last step of an epoch; the result is equal on all ranks.
 
@@ -82,15 +114,21 @@ def divide(total: int, shares: Sequence[int]) -> tuple[int, ...]:
     whole = sum(shares)
     if total < 0 or whole < 1 or min(shares) < 0:
         raise ValueError(f"divide got {total} samples and shares {list(shares)}; expected 0 or more, and some above 0")
-    if total < len(shares):
-        first = sorted(range(len(shares)), key=lambda rank: (-shares[rank], rank))[:total]
-        return tuple(int(rank in first) for rank in range(len(shares)))
+    if total < least * len(shares):
+        order = _largest_first(shares)
+        held = list(itertools.accumulate(shares[rank] for rank in order))
+        count = max(total // least, bisect.bisect_left(held, min(total, whole)) + 1)
+        first = order[: min(count, total)]
+        if len(first) < len(shares):
+            some = divide(total, [shares[rank] for rank in first], least) if first else ()
+            return tuple(dict(zip(first, some, strict=True)).get(rank, 0) for rank in range(len(shares)))
+        least = 1
     exact = [total * share / whole for share in shares]
-    parts = [max(1, int(value)) for value in exact]
+    parts = [max(least, int(value)) for value in exact]
     order = sorted(range(len(shares)), key=lambda rank: (parts[rank] - exact[rank], rank))
     for rank in order[: max(0, total - sum(parts))]:
         parts[rank] += 1
-    while sum(parts) > total:  # Only if many ranks had less than one sample.
+    while sum(parts) > total:  # Only if many ranks had less than `least`.
         parts[parts.index(max(parts))] -= 1
     return tuple(parts)
 

@@ -51,7 +51,9 @@ def share_factors(shares: Sequence[int], batch: int, fixed: float) -> list[float
     return [fixed + (1.0 - fixed) * share / batch for share in shares]
 
 
-def solve_shares(levels_s: Sequence[float], batch: int, fixed: float, most: Sequence[int] = ()) -> tuple[int, ...]:
+def solve_shares(
+    levels_s: Sequence[float], batch: int, fixed: float, most: Sequence[int] = (), least: int = 1
+) -> tuple[int, ...]:
     """Return the best shares of a step's samples (`batch` times the number of ranks); equal ones if as good.
 
     Args:
@@ -59,6 +61,7 @@ def solve_shares(levels_s: Sequence[float], batch: int, fixed: float, most: Sequ
         batch: Samples of a usual batch.
         fixed: Fraction of that time that does not depend on the batch size.
         most: Most samples of every rank, 0 for no limit.
+        least: Fewest samples of every rank; at most `batch`, and what its limit allows.
 
     Raises:
         ValueError: The limits of all ranks together are too small.
@@ -72,7 +75,8 @@ def solve_shares(levels_s: Sequence[float], batch: int, fixed: float, most: Sequ
         )
     high = [min(total, limit) if limit else total for limit in most] if most else [total] * len(equal)
     alpha, beta = [fixed * one for one in levels_s], [(1.0 - fixed) * one / batch for one in levels_s]
-    found = balance(alpha, beta, total, least=[1] * len(equal), most=high)
+    low = [min(least, batch, limit) for limit in high]
+    found = balance(alpha, beta, total, least=low, most=high)
     equal_is_as_good = batch <= min(high) and max(levels_s) <= (1.0 + GAIN) * found.time_s
     return equal if equal_is_as_good else found.sizes
 
@@ -120,7 +124,7 @@ class SharePolicy:
         """Record the first step of a rank, with a usual batch."""
         self._first_s[rank] = compute_s
 
-    def decide(self, present: Sequence[int], most: Sequence[int] = ()) -> tuple[int, ...] | None:
+    def decide(self, present: Sequence[int], most: Sequence[int] = (), least: int = 1) -> tuple[int, ...] | None:
         """Return the shares to change to, or None to keep `present` (empty for equal ones).
 
         A share above its rank's limit is changed at once, with the times known so far, unless the limits of all ranks
@@ -130,7 +134,7 @@ class SharePolicy:
         too_large = any(0 < limit < share for share, limit in zip(now, most, strict=False))
         at_start = len(self._first_s) == len(now) and now == self._equal and not self.informed
         if at_start and not too_large and can_hold(sum(now), most):
-            return self._decide_at_start(now, most)
+            return self._decide_at_start(now, most, least)
         if not can_hold(sum(self._equal), most) or not (too_large or self.informed):
             return None
         follows = too_large or self.curves.reports_since_change() >= self._look
@@ -144,7 +148,7 @@ class SharePolicy:
                 continue
             found = self._equal
             if follows and (too_large or count >= self._look):
-                found = solve_shares(levels_s, self.curves.batch, self.curves.fixed, most)
+                found = solve_shares(levels_s, self.curves.batch, self.curves.fixed, most, least)
                 if now != self._equal and equal_fits and self._is_soon and self._undoes(found):
                     found = self._equal
             elif not equal_fits:
@@ -155,11 +159,11 @@ class SharePolicy:
             latest.append(levels_s)
         return None
 
-    def _decide_at_start(self, now: Sequence[int], most: Sequence[int]) -> tuple[int, ...] | None:
+    def _decide_at_start(self, now: Sequence[int], most: Sequence[int], least: int) -> tuple[int, ...] | None:
         second_s = self.curves.levels_s(1)
         if second_s is None:
             return None
-        found = solve_shares(second_s, self.curves.batch, self.curves.fixed, most)
+        found = solve_shares(second_s, self.curves.batch, self.curves.fixed, most, least)
         for levels_s in (second_s, [self._first_s[rank] for rank in range(len(now))]):
             present_s = self._time_s(levels_s, now)
             if present_s - self._time_s(levels_s, found) <= _CLEAR_AT_START * present_s:

@@ -35,7 +35,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from scheduler.balance.batch_shares import divide
+from scheduler.balance.batch_shares import LastStep
 from scheduler.rules.runs import (
     Run,
     Span,
@@ -203,17 +203,16 @@ class LeaseQueue:
         )
 
     def deal(
-        self, shares: Sequence[int], planned: Sequence[int], *, whole: bool = False
+        self, shares: Sequence[int], planned: Sequence[int], *, last: LastStep | None = None
     ) -> list[tuple[int, list[Run]]]:
         """Deal the rest of the epoch in rows, or end that.
 
         Every rank keeps what it takes before the change; what it holds beyond that is dealt with what no rank holds.
 
         Args:
-            shares: Positions of each rank in a row; empty to hand positions out on request again. A short last row is
-                divided in the same proportion.
+            shares: Positions of each rank in a row; empty to hand positions out on request again.
             planned: Positions of the epoch that each rank takes before the change, those it has begun included.
-            whole: The last row is divided in batches instead: some ranks have no part in it.
+            last: How a short last row is divided; in the proportion of the shares if omitted.
 
         Returns:
             The ranks to send it to, and what each of them gets behind the first `planned` positions it was given. The
@@ -238,11 +237,12 @@ class LeaseQueue:
             lacks = 0 if each.ended else keep - samples(each.held)  # It would have asked for them.
             found.append(first(pool, lacks))
             pool = behind(pool, lacks)
-        self._rows, self.even = bool(shares), bool(shares) and not whole
+        self._rows = self.even = bool(shares)
         if shares:
             short = samples(pool) % sum(shares)
-            last = _in_batches(short, self.batch_size, len(shares)) if whole else divide(short, shares)
-            for own, part in zip(found, dealt(spans(pool), shares, last), strict=True):
+            parts = (last or LastStep()).parts(short, shares, self.batch_size)
+            self.even = not short or min(parts) > 0
+            for own, part in zip(found, dealt(spans(pool), shares, parts), strict=True):
                 own += part
             pool = [run for own, each in zip(found, self._holders, strict=True) if each.ended for run in own]
         self._free = deque(pool)
@@ -546,8 +546,3 @@ class LeaseQueue:
             if share >= 1.0:  # False for NaN.
                 batches += math.floor(share)
         return batches >= needed
-
-
-def _in_batches(total: int, batch: int, ranks: int) -> tuple[int, ...]:
-    """Divide positions among the ranks in batches, one each, the first ranks first."""
-    return tuple(min(batch, max(0, total - rank * batch)) for rank in range(ranks))

@@ -116,10 +116,10 @@ class JobState:
         self._epochs: dict[tuple[int, int], _Epoch] = {}
         self._leases = LeaseService(world_size, lambda to, message: self.outbox.append((to, message)))
         self.microbatches = MicrobatchService(world_size, lambda to, message: self.outbox.append((to, message)))
-        self.shares = ShareControl(world_size, self._broadcast)
+        self.shares = ShareControl(world_size, self._broadcast, config.min_batch)
         self._leases.shares, deal = self.shares.state.opens, self._leases.deal
         self.shares.state.deal = lambda loader, change, now_s: deal(
-            loader, change.epoch, change.shares, change.planned, now_s
+            loader, change.epoch, change.shares, change.planned, now_s, change.last
         )
         self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
         self._last_seen_s = [now_s] * world_size

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from scheduler.balance.batch_shares import LastStep
 from scheduler.rules.leasing import Answer, LeaseQueue
 from scheduler.rules.microbatches import Action, Kind, MicrobatchPool
 from scheduler.rules.runs import Run, Span, joined, positions, run_of
@@ -68,9 +69,9 @@ class LeaseService:
         self._world_size = world_size
         self._send = send
         self._queues: dict[Key, LeaseQueue] = {}
-        # Batch shares with which a new epoch starts, by its number of samples; empty without. And whether the last step
-        # is divided in whole batches, see `LeaseQueue.deal`.
-        self.shares: Callable[[LeaseAsk, int], tuple[Sequence[int], bool]] = lambda message, samples: ((), False)
+        # Batch shares with which a new epoch starts, by its number of samples; empty without. And how its last step is
+        # divided.
+        self.shares: Callable[[LeaseAsk, int], tuple[Sequence[int], LastStep]] = lambda ask, samples: ((), LastStep())
         self._finished: set[int] = set()
         self._fixed: set[Key] = set()  # Epochs whose batch sizes cannot follow shares.
         self._pace_s: dict[tuple[int, int], float] = {}  # Seconds per batch, by loader and rank.
@@ -128,7 +129,15 @@ class LeaseService:
             self._pace_s[loader, rank] = pace_s
             queue.forecast(rank, pace_s)
 
-    def deal(self, loader: int, epoch: int, shares: Sequence[int], planned: Sequence[int], now_s: float) -> bool:
+    def deal(
+        self,
+        loader: int,
+        epoch: int,
+        shares: Sequence[int],
+        planned: Sequence[int],
+        now_s: float,
+        last: LastStep | None = None,
+    ) -> bool:
         """Deal an epoch and all later ones in rows of these shares, see `LeaseQueue.deal`, and tell the ranks.
 
         Args:
@@ -138,6 +147,7 @@ class LeaseService:
             planned: Samples of this epoch that each rank takes before the change; no later one has been begun, though
                 ranks that have ended this one may have requested the next.
             now_s: Current time.
+            last: How the last step of an epoch is divided; in the proportion of the shares if omitted.
 
         Returns:
             Whether that was possible now; if not, nothing is changed.
@@ -151,7 +161,7 @@ class LeaseService:
         if not all(queue.dealable(before) for _, queue, before in queues):
             return False
         for key, queue, before in queues:
-            for rank, runs in queue.deal(shares, before):
+            for rank, runs in queue.deal(shares, before, last=last):
                 self._send(rank, Lease(*key, flat(runs), behind=before[rank], even=queue.even))
             self._serve(key, queue, now_s)
         return True
@@ -254,9 +264,9 @@ class LeaseService:
             queue.leave(rank)
         if message.fixed:
             self._fixed.add(key)
-        shares, whole = self.shares(message, queue.free)
+        shares, last = self.shares(message, queue.free)
         if shares:
-            queue.deal(shares, [0] * self._world_size, whole=whole)
+            queue.deal(shares, [0] * self._world_size, last=last)
         self._queues[key] = queue
         return queue
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.balance.batch_shares import LastStep
 from scheduler.balance.share_policy import SharePolicy, share_sentence
 from scheduler.plan.plan import Plan
 from scheduler.records import StepTimes
@@ -44,12 +45,14 @@ class Change:
         shares: Samples of every rank, empty for equal batches.
         epoch: Epoch of the loader in which they start.
         planned: Samples of that epoch that every rank takes before.
+        last: How the last step of an epoch is divided.
     """
 
     step: int
     shares: tuple[int, ...]
     epoch: int
     planned: tuple[int, ...]
+    last: LastStep
 
 
 @dataclass(slots=True)
@@ -58,6 +61,7 @@ class _Proposal:
     shares: tuple[int, ...]
     deadline_s: float
     bounded: bool
+    even: bool
     answers: dict[int, ShareReady] = field(default_factory=dict)
 
 
@@ -70,6 +74,8 @@ class _Feed:
         batch: Samples in each of its batches if all are equal.
         shares: The shares ordered last, empty for equal batches.
         announced: Whether the ranks know of `shares`, see `ShareState`.
+        last: How the last step of an epoch is divided, as ordered last.
+        drop_last: Whether short batches are left out.
         samples: Samples handed out, by epoch.
     """
 
@@ -77,6 +83,8 @@ class _Feed:
     batch: int
     shares: tuple[int, ...] = ()
     announced: bool = True
+    last: LastStep = field(default_factory=LastStep)
+    drop_last: bool = False
     samples: dict[int, int] = field(default_factory=dict)
 
 
@@ -89,6 +97,7 @@ class ShareState:
 
     Attributes:
         most: Maximum samples of every rank by its memory or the user's limit, 0 for no limit.
+        least: Fewest samples that a rank should have in a step.
         in_step: Whether all ranks make every step together, as far as is known: an epoch then starts with equal shares,
             so that its steps have the samples of plain Horovod's.
         deal: Called with the loader, a change and the time before the change is ordered: deals its samples
@@ -97,6 +106,7 @@ class ShareState:
 
     def __init__(self, world_size: int, send: Callable[[Message], None]) -> None:
         self.most = [0] * world_size
+        self.least = 1
         self.in_step = False
         self.deal: Callable[[int, Change, float], bool] = lambda loader, change, now_s: True
         self._world_size = world_size
@@ -137,22 +147,26 @@ class ShareState:
         return self._feed.announced
 
     @property
+    def last(self) -> LastStep:
+        """How the last step of its epochs is divided, as ordered last."""
+        return self._feed.last
+
+    @property
     def pending(self) -> bool:
         """Whether a change has been proposed and not yet ordered or given up."""
         return self._proposal is not None
 
-    def opens(self, message: LeaseAsk, samples: int) -> tuple[tuple[int, ...], bool]:
+    def opens(self, message: LeaseAsk, samples: int) -> tuple[tuple[int, ...], LastStep]:
         """Open an epoch of a loader; return the shares with which it starts, empty if there are none.
 
-        Also returned: whether the last step is divided in whole batches, since short ones are to be dropped and the
-        ranks do not expect a part of the shares' proportion.
+        Also returned: how its last step is divided. Ranks expect that as they were told with the latest shares.
 
         Args:
             message: The first request of the epoch.
             samples: Samples that are handed out in it.
         """
         if message.fixed or (samples <= 0 and message.loader not in self._feeds):
-            return (), False
+            return (), LastStep()
         feed = self._feeds.setdefault(message.loader, _Feed(message.loader, message.batch))
         if self.loader < 0:
             self._feed = feed
@@ -162,7 +176,10 @@ class ShareState:
             feed.shares, feed.announced = (feed.batch,) * self._world_size, bool(message.even)
         feed.samples = {epoch: count for epoch, count in feed.samples.items() if epoch > message.epoch - 2}
         feed.samples[message.epoch] = samples
-        return feed.shares, message.drop_last and not feed.announced
+        feed.drop_last, self.least = message.drop_last, max(self.least, message.least)
+        if message.even:
+            return feed.shares, LastStep()
+        return feed.shares, feed.last if feed.announced else LastStep(feed.drop_last, self.least)
 
     def bind(self, loader: int, step: int) -> bool:
         """Note that gradients follow a loader's batches. Return whether shares are for another loader from now on.
@@ -183,16 +200,17 @@ class ShareState:
         self._remember(step, feed.shares)
         return True
 
-    def propose(self, shares: Sequence[int], now_s: float, *, bounded: bool = True) -> None:
+    def propose(self, shares: Sequence[int], now_s: float, *, bounded: bool = True, even: bool = False) -> None:
         """Ask all ranks from which step on they can use other shares.
 
         Args:
             shares: Samples of every rank, empty for equal batches.
             now_s: Current time.
             bounded: Give the change up if a share exceeds its rank's limit; False for shares given by the user.
+            even: Every rank needs a part of the last step of an epoch.
         """
         self._proposals += 1
-        self._proposal = _Proposal(self._proposals, tuple(shares), now_s + _ANSWER_S, bounded)
+        self._proposal = _Proposal(self._proposals, tuple(shares), now_s + _ANSWER_S, bounded, even)
         self._send(ShareProposal(self.loader, self._proposals, list(shares)))
 
     def ready(self, rank: int, message: ShareReady, next_step: int, now_s: float) -> Change | None:
@@ -217,12 +235,14 @@ class ShareState:
         if len(proposal.answers) < self._world_size:
             return None
         self._proposal = None
-        found = None if proposal.bounded and self._too_much(proposal.shares) else self._place(proposal, next_step)
+        self.least = max(self.least, *(each.least for each in proposal.answers.values()))
+        refused = proposal.bounded and (self._too_much(proposal.shares) or self._too_few(proposal.shares))
+        found = None if refused else self._place(proposal, next_step)
         if found is None or not self.deal(self.loader, found[1], now_s):
             self._give_up(proposal)
             return None
         order, change = found
-        self.shares, self._feed.announced = proposal.shares, True
+        self.shares, self._feed.announced, self._feed.last = proposal.shares, True, change.last
         self._remember(change.step, self.shares)
         self._send(order)
         return change
@@ -256,6 +276,20 @@ class ShareState:
         """Whether a share exceeds its rank's limit; batches of the usual size are split if they do not fit."""
         return any(0 < most < share > self.batch for share, most in zip(shares, self.most, strict=False))
 
+    def _too_few(self, shares: Sequence[int]) -> bool:
+        """Whether a share is below what the ranks should have, and not for its rank's limit."""
+        least = min(self.least, self.batch)
+        limits = [min(least, most or least) for most in self.most]
+        return any(share < limit for share, limit in zip(shares, limits, strict=False))
+
+    def _last_step(self, *, even: bool) -> LastStep:
+        """Return how the last step of an epoch is divided.
+
+        Args:
+            even: Every rank needs a part.
+        """
+        return LastStep() if even else LastStep(self._feed.drop_last, self.least)
+
     def _give_up(self, proposal: _Proposal) -> None:
         self._send(ShareOrder(self.loader, proposal.number, False, [], 0, 0, 0))
 
@@ -276,8 +310,11 @@ class ShareState:
             remaining = samples - sum(taken)
             if remaining < sum(proposal.shares or self.shares or (self.batch * self._world_size,)):
                 return None  # Less than a step is left: the next epoch is soon enough.
-        order = ShareOrder(self.loader, proposal.number, True, list(proposal.shares), epoch, step, remaining)
-        return order, Change(step if started else next_step, proposal.shares, epoch, tuple(taken))
+        last = self._last_step(even=proposal.even)
+        order = ShareOrder(
+            self.loader, proposal.number, True, list(proposal.shares), epoch, step, remaining, last.whole, last.least
+        )
+        return order, Change(step if started else next_step, proposal.shares, epoch, tuple(taken), last)
 
 
 def _planned(ahead: Sequence[int], batches: int) -> int:
@@ -293,14 +330,16 @@ class ShareControl:
     Args:
         world_size: Number of ranks.
         send: Sends a message to all ranks.
+        least: Fewest samples that a rank should have in a step, if the user says so; else ranks know.
 
     Attributes:
         state: Holds the shares in force and changes them.
         changes: Ordered changes (first step, shares, sentence), the latest last.
     """
 
-    def __init__(self, world_size: int, send: Callable[[Message], None]) -> None:
+    def __init__(self, world_size: int, send: Callable[[Message], None], least: int = 1) -> None:
         self.state = ShareState(world_size, send)
+        self.state.least = max(1, least)
         self.changes: list[tuple[int, tuple[int, ...], str]] = []
         self._world_size = world_size
         self._policy: SharePolicy | None = None
@@ -338,9 +377,10 @@ class ShareControl:
         if self.policy is None or self.state.pending or now_s < self._again_s:
             return
         wanted = self._wanted(plan, now_s, even=even)
-        if wanted is not None and (wanted != self.state.shares or (even and not self.state.announced)):
+        told = self.state.announced and not self.state.last.whole
+        if wanted is not None and (wanted != self.state.shares or (even and not told)):
             self._again_s = now_s + _AGAIN_S
-            self.state.propose(wanted, now_s, bounded=plan.balanced)
+            self.state.propose(wanted, now_s, bounded=plan.balanced, even=even)
 
     def ready(self, rank: int, message: ShareReady, next_step: int, now_s: float) -> Change | None:
         """Take in a rank's answer, see `ShareState.ready`."""
@@ -400,7 +440,7 @@ class ShareControl:
             return plan.batch_shares
         found = None
         if now_s >= self._decide_s:
-            found = self.policy.decide(self.state.shares, self.state.most)
+            found = self.policy.decide(self.state.shares, self.state.most, self.state.least)
             if self.policy.informed:  # Else nothing was solved, and the next report may complete what is needed.
                 self._decide_s = now_s + _EVERY_S * max(1.0, self._world_size / _MANY)
         if found is None and not self.state.shares:

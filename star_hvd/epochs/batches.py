@@ -10,8 +10,8 @@ from star_hvd.errors import StarError
 from star_hvd.input.batch_sizes import BatchSizes
 from star_hvd.input.feeder import Feeder
 from star_hvd.input.lease_stock import Batch, LeaseStock
+from star_hvd.input.network import trained, warn_of_shares
 from star_hvd.input.sample_order import EpochOrder
-from star_hvd.input.share_warning import warn_of_shares
 from star_hvd.input.stream import Stream
 from star_hvd.runtime.out_of_memory import Repeats, cut_batch
 from star_hvd.runtime.runtime import Runtime
@@ -140,8 +140,7 @@ class LeasedBatches:
         if index == 1:
             self._raise_if_uneven()
         if run.batch_delivered(self._stock.loader, index) and run.rank == 0:
-            optimizers = [driver.engine.applier.optimizer for driver in run.drivers.values()]
-            warn_of_shares(p for each in optimizers for group in each.param_groups for p in group["params"])
+            warn_of_shares(trained(driver.engine.applier.optimizer for driver in run.drivers.values()))
 
     def _raise_if_uneven(self, *, at_end: bool = False) -> None:
         """Check that all ranks get equally many batches if they meet within their passes: else one would wait in vain.

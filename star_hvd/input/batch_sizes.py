@@ -17,13 +17,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from scheduler.balance.batch_shares import divide
+from scheduler.balance.batch_shares import LastStep
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.shares import EPOCH_START, ShareOrder, ShareProposal, ShareReady
 from star_hvd.input.lease_stock import BatchSizer
 from star_hvd.locks import ordered_condition
 
-__all__ = ["BatchSizes"]
+__all__ = ["NORMALIZED_LEAST", "BatchSizes"]
+
+NORMALIZED_LEAST = 2
+"""Fewest samples of a rank in a step of a network with batch normalization, if the user has not set another number."""
 
 _LONG_S = 0.02
 """Time of a batch that exceeds that of a proposal, its answers and the order by far: then a rank may form no further
@@ -36,11 +39,12 @@ the others mean that less than a step of the epoch is left."""
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Shares from some batch of an epoch on; empty for constant batches."""
+    """Shares from some batch of an epoch on, empty for constant batches; and how the last step is divided."""
 
     index: int
     shares: tuple[int, ...]
     remaining: int
+    last: LastStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class BatchSizes(BatchSizer):
         send: Sends a control message; does not wait.
         step: Returns the step that the training thread is at.
         most: Returns the most samples per batch that fit in memory, 0 if unknown.
+        least: Fewest samples per batch as set by the user, 0 if not.
         clock: The time in seconds; only differences count.
     """
 
@@ -74,6 +79,7 @@ class BatchSizes(BatchSizer):
         send: Callable[[Message], None],
         step: Callable[[], int],
         most: Callable[[], int] = lambda: 0,
+        least: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank, self._loader = rank, loader
@@ -85,6 +91,8 @@ class BatchSizes(BatchSizer):
         self._batch = self._samples = 0
         self._sizes: list[_Sizes] = []  # Of the epoch, ascending.
         self._shares: tuple[int, ...] = ()  # Shares with which the next epoch starts.
+        self._last = LastStep()  # And how its last step is divided, as ordered.
+        self._least = least
         self._formed = 0  # Number of the epoch's batches that have a size; no later batch has been formed.
         self._at = (0, 0)  # The first batch delivered in some step: its index in the epoch, and the step.
         self._batches = 1  # Batches per step.
@@ -107,9 +115,20 @@ class BatchSizes(BatchSizer):
         with self._changed:
             self._shares = self._shares or (batch,) * even
             self._epoch, self._samples, self._batch = epoch, samples, batch
-            self._sizes = [_Sizes(0, self._shares, samples)]
+            self._sizes = [_Sizes(0, self._shares, samples, LastStep() if even else self._last)]
             self._formed = self._refused = 0
             self._at, self._open = (0, self._step()), True
+
+    @property
+    def asks_for_network(self) -> bool:
+        """Whether `note_network` is still to be called."""
+        with self._changed:
+            return not self._least
+
+    def note_network(self, *, normalized: bool) -> None:
+        """Note whether the network has batch normalization, which fails with batches of one sample."""
+        with self._changed:
+            self._least = self._least or (NORMALIZED_LEAST if normalized else 1)
 
     def end_epoch(self, epoch: int) -> None:
         """Note that this rank forms no more batches of an epoch."""
@@ -147,6 +166,12 @@ class BatchSizes(BatchSizer):
             if sizes is None or not sizes.shares or self._holds(batch_index):
                 return False
             return self._left(sizes, batch_index) <= 0 or self._size_of(batch_index) == 0
+
+    @property
+    def least(self) -> int:
+        """See `BatchSizer`."""
+        with self._changed:
+            return max(1, self._least)
 
     @property
     def uneven(self) -> bool:
@@ -188,7 +213,8 @@ class BatchSizes(BatchSizer):
         held = self._held
         self._send(
             ShareReady(
-                self._loader, held.number, held.epoch, held.step, held.batches, taken, planned, self._most()
+                self._loader, held.number, held.epoch, held.step, held.batches, taken, planned, self._most(),
+                self.least,
             )
         )
 
@@ -200,17 +226,17 @@ class BatchSizes(BatchSizer):
         if not message.accepted:
             self._refused += 1
             return
-        self._shares = tuple(message.shares)
+        self._shares, self._last = tuple(message.shares), LastStep(message.whole, message.least)
         if message.epoch > self._epoch:
             return  # The next epoch starts with them.
         if message.epoch < self._epoch:  # The request came between two epochs, one of which was skipped.
-            self._sizes = [_Sizes(0, self._shares, self._samples)]
+            self._sizes = [_Sizes(0, self._shares, self._samples, self._last)]
             return
         index = 0
         if message.step != EPOCH_START and held.step != EPOCH_START:
             index = held.index + (message.step - held.step) * held.batches
         self._sizes = [*(each for each in self._sizes if each.index < index)]
-        self._sizes.append(_Sizes(index, self._shares, message.remaining))
+        self._sizes.append(_Sizes(index, self._shares, message.remaining, self._last))
 
     # ---- inside ---------------------------------------------------------------------------------------------
 
@@ -248,7 +274,7 @@ class BatchSizes(BatchSizer):
         left = self._left(sizes, index)
         if left <= 0 or left >= sum(sizes.shares):
             return sizes.shares[self._rank]
-        return divide(left, sizes.shares)[self._rank]
+        return sizes.last.parts(left, sizes.shares, self._batch)[self._rank]
 
     def _at_index(self, index: int) -> _Sizes | None:
         return next((each for each in reversed(self._sizes) if each.index <= index), None)

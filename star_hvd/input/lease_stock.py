@@ -65,6 +65,11 @@ class BatchSizer(abc.ABC):
                 called back before delivery, later ones take their indices, for which this is called again.
         """
 
+    @property
+    def least(self) -> int:
+        """Fewest samples that a batch should have."""
+        return 1
+
     def beyond(self, batch_index: int) -> bool:
         """Whether this rank has had its share of the epoch before this batch."""
         return False
@@ -477,6 +482,7 @@ class LeaseStock:
                 self._idle and not self._formed,
                 again,
                 self.even,
+                self._sizer.least,
             ),
             urgent=urgent,
         )

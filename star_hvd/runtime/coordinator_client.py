@@ -99,6 +99,7 @@ class CoordinatorClient:
                 send=lambda m: send(m),
                 step=self._step,
                 most=lambda: self._most_samples(loader),
+                least=self._config.min_batch,
             )
             self._sizes = {**self._sizes, loader: found}
         return self._sizes[loader]

@@ -57,7 +57,10 @@ def test_what_cannot_be_is_refused_with_what_to_do() -> None:
         assert "sum to 10" in other and "76 samples" in other
 
 
-def test_a_batch_normalized_network_is_warned_of_once() -> None:
+def test_a_batch_normalized_network_is_warned_of_once_and_gets_whole_batches_to_the_end_with_drop_last() -> None:
     results = _job("normalized")
     assert [len(result["warnings"]) for result in results] == [1, 0, 0, 0]
     assert "GroupNorm" in results[0]["warnings"][0]
+    assert all(result["once"] for result in results)
+    for epoch in results[0]["sizes"][1:]:  # The shares are ordered within the first one.
+        assert epoch == [[30] * 4 + [BATCH], [26] * 4, [18] * 4, [2] * 4]

@@ -30,6 +30,7 @@ class LeaseAsk(Message):
         fixed: The loader's batch size is fixed: it takes no part in batch shares.
         idle: Its training thread has nothing to work on.
         even: Every rank needs the same number of batches, since Horovod's own reductions wait for all ranks.
+        least: Fewest samples that a rank should have in a batch.
         again: Repeats, with new values, a request that may be unanswered; if it was answered, it gets no second answer.
     """
 
@@ -49,6 +50,7 @@ class LeaseAsk(Message):
     idle: bool = False
     again: bool = False
     even: bool = False
+    least: int = 1
 
 
 @message_kind

@@ -40,6 +40,7 @@ class ShareReady(Message):
         taken: Samples of the epoch in its batches before that step.
         ahead: Planned sizes, as pairs: number of batches after that step, and batch size from there; the first is at 0.
         most: Most samples it can have in a batch, 0 if it knows no limit.
+        least: Fewest samples it should have.
     """
 
     kind: ClassVar[str] = "share_ready"
@@ -51,6 +52,7 @@ class ShareReady(Message):
     taken: int
     ahead: list[int]
     most: int
+    least: int = 1
 
 
 @message_kind
@@ -63,7 +65,9 @@ class ShareOrder(Message):
         shares: Samples of every rank, empty for equal batches.
         epoch: Epoch in which it takes effect.
         step: Step from which it takes effect, `EPOCH_START` for the beginning of the epoch.
-        remaining: Samples of that epoch from that step on; the last step divides its samples in the same proportion.
+        remaining: Samples of that epoch from that step on.
+        whole: How the last step of an epoch is divided, see `LastStep`.
+        least: The same.
     """
 
     kind: ClassVar[str] = "share_order"
@@ -74,6 +78,8 @@ class ShareOrder(Message):
     epoch: int
     step: int
     remaining: int
+    whole: bool = False
+    least: int = 1
 
 
 @message_kind

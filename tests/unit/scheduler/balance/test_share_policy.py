@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.balance.batch_shares import divide
+from scheduler.balance.batch_shares import LastStep, divide
 from scheduler.balance.share_policy import SharePolicy, share_sentence, solve_shares
 from scheduler.balance.time_curves import TimeCurves, fixed_part
 from tests.support.effort import cases
@@ -203,6 +203,42 @@ def test_what_is_left_is_divided_in_proportion(shares: list[int], total: int) ->
     assert sum(parts) == total and min(parts) >= (1 if total >= len(shares) else 0)
     if total >= sum(shares):
         assert all(abs(part - total * share / sum(shares)) < 1.0 for part, share in zip(parts, shares, strict=True))
+
+
+@settings(max_examples=cases(200), deadline=None)
+@given(
+    shares=st.lists(st.integers(1, 40), min_size=1, max_size=8), total=st.integers(0, 200), least=st.integers(1, 5)
+)
+def test_a_part_is_not_below_the_least_while_nobody_takes_more_than_its_share_for_that(
+    shares: list[int], total: int, least: int
+) -> None:
+    total = min(total, sum(shares))
+    parts = divide(total, shares, least)
+    assert sum(parts) == total
+    few = [part for part in parts if 0 < part < least]
+    if total >= least * len(shares):
+        assert not few and min(parts) >= least
+    elif few:  # The ranks that have a part have hardly room for more, or all has to go to one.
+        having = [share for part, share in zip(parts, shares, strict=True) if part]
+        assert total < least or sum(sorted(having)[1:]) < total
+    assert all(not part or share >= min(each for each, other in zip(shares, parts, strict=True) if other)
+               for part, share in zip(parts, shares, strict=True))
+
+
+def test_whole_batches_go_to_the_ranks_with_the_largest_shares() -> None:
+    assert LastStep(whole=True).parts(48, (4, 20, 20, 20), 16) == (0, 16, 16, 16)
+    assert LastStep(whole=True).parts(16, (20, 20, 20, 4), 16) == (16, 0, 0, 0)
+    assert LastStep().parts(16, (20, 20, 20, 4), 16) == (5, 5, 5, 1)
+    assert LastStep(least=2).parts(5, (16, 16, 16, 16), 16) == (3, 2, 0, 0)
+    assert LastStep(least=2).parts(5, (2, 2, 2, 2), 2) == (2, 2, 1, 0), "no rank gets more than its share"
+
+
+def test_shares_have_a_lower_bound_of_at_most_a_usual_batch_and_the_limit_of_the_rank() -> None:
+    levels = [1.0, 1.0, 1.0, 40.0]
+    assert solve_shares(levels, BATCH, 0.0)[3] == 1
+    assert solve_shares(levels, BATCH, 0.0, least=5)[3] == 5
+    assert solve_shares(levels, BATCH, 0.0, least=1000) == (BATCH,) * 4
+    assert solve_shares(levels, BATCH, 0.0, most=[0, 0, 0, 3], least=5)[3] == 3
 
 
 def test_the_sentence_names_who_gets_least() -> None:

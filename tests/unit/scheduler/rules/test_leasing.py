@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.balance.batch_shares import LastStep
 from scheduler.rules.leasing import Answer, LeaseQueue
 from scheduler.rules.runs import dealt, samples, spans, without
 from star_hvd.channel.messages.base import EpochEnd, Message
@@ -569,7 +570,7 @@ def asked(service: LeaseService, rank: int, epoch: int, begun: int, **given: Any
 def test_a_rank_whose_program_has_ended_gets_no_part_of_an_epoch_that_is_opened_later() -> None:
     said: list[tuple[int, Message]] = []
     service = LeaseService(2, lambda to, message: said.append((to, message)))
-    service.shares = lambda message, samples: ((5, 5), False)
+    service.shares = lambda message, samples: ((5, 5), LastStep())
     asked(service, 0, 0, 0)
     asked(service, 1, 0, 0)
     service.leave(1, 0.0)
@@ -583,7 +584,7 @@ def test_a_rank_whose_program_has_ended_gets_no_part_of_an_epoch_that_is_opened_
 def test_the_last_row_is_divided_in_whole_batches_where_short_ones_are_dropped() -> None:
     said: list[tuple[int, Message]] = []
     service = LeaseService(3, lambda to, message: said.append((to, message)))
-    service.shares = lambda message, samples: ((5, 5, 5), message.drop_last)
+    service.shares = lambda message, samples: ((5, 5, 5), LastStep(whole=message.drop_last))
     for rank in range(3):
         asked(service, rank, 0, 0, drop_last=True)  # Two rows of 15, and 10 samples.
     assert [message.runs for _, message in said if isinstance(message, Lease) and not message.even] == [

@@ -16,12 +16,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.balance.batch_shares import LastStep
 from scheduler.plan.plan import Plan
 from scheduler.records import StepTimes
 from scheduler.rules.runs import Span, without
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.leases import LeaseAsk, LeaseReturn, flat
 from star_hvd.channel.messages.shares import EPOCH_START, MemoryLimit, ShareOrder, ShareProposal, ShareReady
+from star_hvd.config import Config
 from star_hvd.coordinator.lease_service import LeaseService
 from star_hvd.coordinator.share_control import ShareControl, ShareState
 from star_hvd.errors import ChannelError, DeadlineError
@@ -52,6 +54,7 @@ class Job:
         done: Spans of the first epoch that were consumed before.
         drop_last: Whether a short last batch is left out.
         apart: How often a step ends without the ranks that have not begun it.
+        least: Fewest samples that a rank should have.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Job:
         done: tuple[Span, ...] = (),
         drop_last: bool = False,
         apart: float = 0.0,
+        least: int = 0,
     ) -> None:
         self.done, self.drop_last, self.apart = done, drop_last, apart
         self.in_order, self.leaves, self.patient, self.ends = in_order, leaves, patient, ends
@@ -83,12 +87,12 @@ class Job:
         self.state.in_step = in_step
         self.leases.shares = self.state.opens
         self.state.deal = lambda loader, change, now_s: self.leases.deal(
-            loader, change.epoch, change.shares, change.planned, now_s
+            loader, change.epoch, change.shares, change.planned, now_s, change.last
         )
         self.step = [0] * ranks
         clock = lambda: 0.05 * self.random.random()  # noqa: E731  # Batches take longer than messages, or do not.
         self.sizes = [
-            BatchSizes(rank, 0, send=self.up[rank].append, step=self._step_of(rank), clock=clock)
+            BatchSizes(rank, 0, send=self.up[rank].append, step=self._step_of(rank), clock=clock, least=least)
             for rank in range(ranks)
         ]
         self.epoch = 0
@@ -236,32 +240,36 @@ class Job:
 
 def checked(job: Job) -> None:
     """Every step of an epoch has the global batch, its row of the epoch's order; the last one has what is left."""
+    whole, end = BATCH * job.ranks, len(job.expected)
     for (_, step), found in job.rows.items():
-        whole = BATCH * job.ranks
-        assert sorted(found) == list(range(step * whole, min((step + 1) * whole, job.samples))), step
+        assert sorted(found) == list(range(step * whole, min((step + 1) * whole, end))), step
     steps = max(step for epoch, step in job.totals)
     for (epoch, step), sizes in sorted(job.totals.items()):
         last = (epoch, step + 1) not in job.totals
-        expected = job.samples % (BATCH * job.ranks) if last else BATCH * job.ranks
-        assert sum(sizes) in (expected or BATCH * job.ranks, BATCH * job.ranks), (epoch, step, sizes)
-        assert steps == -(-job.samples // (BATCH * job.ranks)) - 1
+        expected = end % whole if last else whole
+        assert sum(sizes) in (expected or whole, whole), (epoch, step, sizes)
+        assert steps == -(-end // whole) - 1
+        if last and end % whole:
+            few = {BATCH} if job.drop_last else {1} if end % whole == 1 else set(range(2, whole))
+            assert job.state.least == 1 or set(sizes) - {0} <= few, "what batch normalization cannot do"
 
 
 @settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 10**6), ranks=st.integers(2, 4), steps=st.integers(3, 30), rest=st.integers(0, 20),
-    ahead=st.integers(0, 6),
+    ahead=st.integers(0, 6), drop_last=st.booleans(),
 )  # fmt: skip
 def test_the_global_batch_is_constant_and_every_sample_is_taken_once(
-    seed: int, ranks: int, steps: int, rest: int, ahead: int
+    seed: int, ranks: int, steps: int, rest: int, ahead: int, drop_last: bool
 ) -> None:
     whole = BATCH * ranks
-    job = Job(seed, ranks, steps * whole + rest % whole, epochs=3, changes=0, ahead=ahead)
-    job.state.opens(LeaseAsk(0, 0, job.samples, BATCH, False, 0), job.samples)
-    job.state.shares = tuple(job.some_shares())
+    job = Job(seed, ranks, steps * whole + rest % whole, epochs=3, changes=0, ahead=ahead, drop_last=drop_last, least=2)
+    left = job.samples - (job.samples % BATCH if drop_last else 0)
+    job.state.opens(LeaseAsk(0, 0, job.samples, BATCH, drop_last, 0), left)
+    job.state.shares, job.state.last = tuple(job.some_shares()), LastStep(drop_last, 2)
     for rank, sizes in enumerate(job.sizes):  # As after an order before the epoch.
         sizes.on_message(ShareProposal(0, 1, list(job.state.shares)))
-        sizes.on_message(ShareOrder(0, 1, True, list(job.state.shares), 0, EPOCH_START, job.samples))
+        sizes.on_message(ShareOrder(0, 1, True, list(job.state.shares), 0, EPOCH_START, left, drop_last, 2))
         job.up[rank].clear()  # The state takes that order to be carried out.
     job.changes_left = 5
     job.run()
@@ -396,14 +404,14 @@ def test_a_rank_that_does_not_answer_or_cannot_hold_so_much_ends_the_proposal() 
 def test_a_change_begins_at_the_latest_step_and_says_what_every_rank_gets_of_the_epoch() -> None:
     sent: list[Message] = []
     state = ShareState(2, sent.append)
-    assert state.opens(LeaseAsk(0, 0, 1007, 10, False, 0), 1007) == ((), False)
+    assert state.opens(LeaseAsk(0, 0, 1007, 10, False, 0), 1007) == ((), LastStep())
     state.propose((15, 5), now_s=0.0)
     state.ready(0, ShareReady(0, 1, 0, 5, 1, 50, [0, 10], 0), 9, 0.0)
     change = state.ready(1, ShareReady(0, 1, 0, 7, 1, 70, [0, 10], 0), 9, 0.0)
     assert sent[-1] == ShareOrder(0, 1, True, [15, 5], 0, 7, 1007 - 140)
     assert change is not None and change.planned == (70, 70)
     assert [state.samples(0, step) for step in (6, 7)] == [10, 15]
-    assert state.opens(LeaseAsk(0, 1, 1007, 10, False, 0), 1007) == ((15, 5), False)
+    assert state.opens(LeaseAsk(0, 1, 1007, 10, False, 0), 1007) == ((15, 5), LastStep())
 
 
 def _ready(loader: int, number: int) -> ShareReady:
@@ -457,12 +465,12 @@ def test_ranks_between_two_epochs_are_asked_again_and_all_of_them_begin_the_next
     assert change.planned == (0, 0)
 
 
-def _answers(control: ShareControl, sent: list[Message]) -> None:
+def _answers(control: ShareControl, sent: list[Message], least: int = 1) -> None:
     """Both ranks answer the proposal that was sent last."""
     proposal = sent[-1]
     assert isinstance(proposal, ShareProposal)
     for rank in range(2):
-        control.ready(rank, ShareReady(0, proposal.number, 0, 5, 1, 50, [0, 10], 0), 9, 0.0)
+        control.ready(rank, ShareReady(0, proposal.number, 0, 5, 1, 50, [0, 10], 0, least), 9, 0.0)
 
 
 def test_what_the_plan_in_force_asks_for_is_proposed() -> None:
@@ -553,15 +561,37 @@ def test_ranks_are_told_of_the_equal_shares_with_which_an_epoch_began_once_they_
     sent: list[Message] = []
     control = ShareControl(2, sent.append)
     control.state.in_step = True
-    assert control.state.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000) == ((10, 10), False)
+    assert control.state.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000) == ((10, 10), LastStep())
     control.tick(Plan.sync(2), 0.0)
     assert not sent
-    assert control.state.opens(LeaseAsk(0, 1, 10_000, 10, True, 0), 10_000) == ((10, 10), True)
+    assert control.state.opens(LeaseAsk(0, 1, 10_000, 10, True, 0), 10_000) == ((10, 10), LastStep(whole=True))
     control.tick(Plan.sync(2), 1.0, even=True)
     assert sent == [ShareProposal(0, 1, [10, 10])]
     _answers(control, sent)
     control.tick(Plan.sync(2), 2.0, even=True)
     assert len(sent) == 2, "the proposal and its order"
+    assert isinstance(sent[-1], ShareOrder) and not sent[-1].whole and sent[-1].least == 1, "a part for every rank"
+
+
+def test_shares_do_not_fall_below_what_a_rank_says_is_its_least() -> None:
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.state.opens(LeaseAsk(0, 0, 10_000, 10, True, 0), 10_000)
+    control.state.propose((19, 1), 0.0)
+    _answers(control, sent, least=2)
+    refused = sent[-1]
+    assert isinstance(refused, ShareOrder) and not refused.accepted and control.state.least == 2
+    plan = Plan.sync(2, balanced=True)
+    control.tick(plan, 1.0)
+    _answers(control, sent, least=2)
+    for step in range(5, 20):
+        control.note(0, step, StepTimes(1.0))
+        control.note(1, step, StepTimes(30.0))
+    control.tick(plan, 2.0)
+    _answers(control, sent, least=2)
+    order = sent[-1]
+    assert isinstance(order, ShareOrder) and order.accepted and order.shares == [18, 2]
+    assert order.whole and order.least == 2
 
 
 def test_times_of_a_window_are_those_of_equal_batches() -> None:
@@ -598,3 +628,9 @@ def test_a_rank_with_slow_input_keeps_its_small_share_though_it_waits_for_nothin
     assert sum(shares != (10, 10) for _, shares, _ in control.changes) <= 3, "the shares do not flap"
     assert control.policy is not None
     assert control.policy.curves.levels_s(5) == pytest.approx([1.0, 4.0], rel=0.01)
+
+
+def test_a_least_batch_above_the_largest_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="min_batch is 9 and max_batch 8"):
+        Config(min_batch=9, max_batch=8)
+    assert Config(min_batch=8, max_batch=8).min_batch == 8
