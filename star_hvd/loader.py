@@ -59,16 +59,19 @@ def shard(
     A DataLoader keeps all its settings: workers, collate function, pinning, prefetching, persistent workers, worker
     init, generator, multiprocessing context, timeout, `drop_last`, `in_order`. Only its sampler is replaced: a random
     or sequential one, or a `DistributedSampler`, by the same order over all ranks; any other sampler or batch sampler
-    is evaluated on every rank and gives the order in which the queue hands out samples. For a data set, pass the same
-    settings as keywords. Each rank reads an `IterableDataset` itself, and the data set must give each rank a different
-    share; the queue then counts batches.
+    is evaluated on every rank and gives the order in which the queue hands out samples. So it has to give every rank
+    the order of the whole data set: one that gives a rank its own part, as subclasses of `DistributedSampler` do, is
+    refused. A sampler's generator counts by its initial seed: an epoch's order follows from that and its number. For a
+    data set, pass the same settings as keywords. Each rank reads an `IterableDataset` itself, and the data set must
+    give each rank a different share; the queue then counts batches.
 
     Args:
         data: A map-style data set, a DataLoader, or either of an `IterableDataset`.
         batch_size: Samples per batch and rank; required for a data set without batch sampler.
         shuffle: Whether the order changes from epoch to epoch. By default as with the DataLoader's sampler; yes for a
             data set.
-        seed: Seed of the permutations, equal on all ranks.
+        seed: Seed of the permutations, equal on all ranks; that of a `DistributedSampler`, or of the generator of a
+            DataLoader with `shuffle=True`, takes precedence unless `shuffle` is given.
         drop_last: Whether to leave out a short last batch of the epoch.
         collate_fn: Makes a batch from a list of samples; torch's default if omitted.
         config: Settings, if no optimizer has been created yet.
@@ -85,8 +88,8 @@ def shard(
     modes it has its part of every step, which `sync(balanced)` and `sync(steal)` make small.
 
     Raises:
-        ValueError: No batch size, data without length, a sampler that contradicts its own length, or more
-            micro-batches than a batch has samples.
+        ValueError: No batch size, data without length, a sampler that contradicts its own length or gives only this
+            rank's part, or more micro-batches than a batch has samples.
         TypeError: An unknown keyword.
     """
     if collate_fn is not None:
@@ -110,7 +113,7 @@ def shard(
     if microbatches is not None and not 1 <= microbatches <= batch_size:
         raise ValueError(f"shard microbatches is {microbatches}; expected 1 to the batch_size, {batch_size}")
     return ShardLoader(
-        source.data, batch_size, order=order, seed=seed, drop_last=source.drop_last, options=source.options,
+        source.data, batch_size, order=order, drop_last=source.drop_last, options=source.options,
         config=config, microbatches=microbatches,
     )  # fmt: skip
 
@@ -147,7 +150,6 @@ class ShardLoader:
         batch_size: int,
         *,
         order: Order,
-        seed: int = 0,
         drop_last: bool = False,
         options: Mapping[str, Any] | None = None,
         stream: DataLoader[Any] | None = None,
@@ -159,7 +161,7 @@ class ShardLoader:
         self.batch_sizer: BatchSizer | None = None
         self.epoch = 0
         self.lease_waits: collections.deque[int] = collections.deque(maxlen=_EPOCHS_KEPT)
-        self._order, self._seed, self._drop_last = order, seed, bool(drop_last)
+        self._order, self._seed, self._drop_last = order, order.seed, bool(drop_last)
         self._feeder = Feeder(dataset, dict(options or {})) if stream is None else None
         self._stream = Stream(stream) if stream is not None else None
         self._positions = order.expected()
@@ -195,10 +197,20 @@ class ShardLoader:
         return -(-total // self._run.world_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of the next iteration, after a restart for example. Same on all ranks."""
-        self.epoch = whole_number(epoch, "epoch")
-        if self.epoch < 0:
-            raise ValueError(f"epoch of a shard loader is {epoch}; expected a number from 0")
+        """Choose the permutation of the next iteration, after a restart for example. Same on all ranks.
+
+        Raises:
+            ValueError: It is below 0, or a state of the middle of another epoch was loaded: what was consumed of that
+                one are other samples in this one.
+        """
+        number = _epoch_number(epoch)
+        if self._resume is not None and number != self._resume["epoch"]:
+            raise ValueError(
+                f"set_epoch({number}) on a shard loader whose state is of the middle of epoch "
+                f"{self._resume['epoch']}; call set_epoch({self._resume['epoch']}), or leave the call out, to continue "
+                f"that epoch; to begin epoch {number} instead, do not load the state"
+            )
+        self.epoch = number
 
     # ---- an epoch -------------------------------------------------------------------------------------------------
 
@@ -405,7 +417,7 @@ class ShardLoader:
                 f"a shard loader's state is of seed {state['seed']}, batch sampler: {state['batch_sampler']}; this "
                 f"loader has seed {self._seed}, batch sampler: {whole}; make the loader as it was"
             )
-        self.set_epoch(state["epoch"])
+        self.epoch = _epoch_number(state["epoch"])
         self._resume = dict(state) if state["positions"] >= 0 else None
         self._open = None
         if self._next_stock is not None and runtime.current() is self._run:
@@ -419,6 +431,13 @@ class _Interrupted:
 
     def __init__(self, epoch: int, key: int, order: Any, positions: int) -> None:
         self.epoch, self.key, self.order, self.positions = epoch, key, order, positions
+
+
+def _epoch_number(epoch: Any) -> int:
+    number = whole_number(epoch, "epoch")
+    if number < 0:
+        raise ValueError(f"epoch of a shard loader is {epoch}; expected a number from 0")
+    return number
 
 
 def _spans(bounds: list[int]) -> list[Span]:

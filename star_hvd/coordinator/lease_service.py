@@ -243,7 +243,8 @@ class LeaseService:
             if digest != message.digest:
                 return (
                     f"ranks {first} and {rank} have the samples in different orders, or continue from different "
-                    "states; give the sampler a generator with the same seed on all ranks, and load the same state"
+                    "states; a sampler has to give every rank the whole order, not a part of it, and needs a generator "
+                    "with the same seed on all ranks, and all ranks load the same state"
                 )
         return ""
 

@@ -13,7 +13,9 @@ import torch
 
 from scheduler.rules.runs import Span
 
-__all__ = ["BatchOrder", "EpochOrder", "Order", "Permutation", "SamplerOrder"]
+__all__ = ["BatchOrder", "EpochOrder", "Order", "Permutation", "SamplerOrder", "chain_of"]
+
+_MOST_INSIDE = 4  # Samplers inside each other; a sampler may also contain itself.
 
 
 class EpochOrder:
@@ -47,7 +49,16 @@ class EpochOrder:
 
 
 class Order(Protocol):
-    """The orders of a loader's epochs."""
+    """The orders of a loader's epochs.
+
+    Attributes:
+        seed: What they follow from; an epoch can only be continued with the same one.
+    """
+
+    @property
+    def seed(self) -> int:
+        """See above."""
+        ...
 
     def of(self, epoch: int, saved: Any = None) -> EpochOrder:
         """Return the order of an epoch; `saved` is the order from a state, if the epoch was interrupted."""
@@ -68,11 +79,11 @@ class Permutation:
     """
 
     def __init__(self, n_samples: int, *, shuffle: bool, seed: int) -> None:
-        self._n, self._shuffle, self._seed = n_samples, shuffle, seed
+        self._n, self._shuffle, self.seed = n_samples, shuffle, seed
 
     def of(self, epoch: int, saved: Any = None) -> EpochOrder:
         """See `Order`."""
-        seed = (self._seed + epoch) % (1 << 63) if self._shuffle else -1  # As in `DistributedSampler`.
+        seed = (self.seed + epoch) % (1 << 63) if self._shuffle else -1  # As in `DistributedSampler`.
         digest = _digest(f"{self._n} {seed}".encode())
         if not self._shuffle:
             return EpochOrder(torch.arange(self._n, device="cpu"), digest)
@@ -87,8 +98,9 @@ class Permutation:
 class SamplerOrder:
     """The order of a user's sampler.
 
-    It is evaluated on every rank, with the generators of torch, NumPy and Python seeded alike; a sampler with its own
-    generator needs the same seed on all ranks.
+    It is evaluated on every rank, with the generators of torch, NumPy and Python seeded alike. The sampler's own torch
+    generator is seeded from its initial seed and the epoch meanwhile: its state would depend on how many epochs this
+    process has had, and a rank that joins an elastic job has had none. It needs the same initial seed on all ranks.
 
     Args:
         sampler: The sampler.
@@ -96,7 +108,7 @@ class SamplerOrder:
     """
 
     def __init__(self, sampler: Iterable[Any], seed: int) -> None:
-        self._sampler, self._seed = sampler, seed
+        self._sampler, self.seed = sampler, seed
 
     def of(self, epoch: int, saved: Any = None) -> EpochOrder:
         """See `Order`."""
@@ -112,7 +124,7 @@ class SamplerOrder:
         return len(self._sampler) if isinstance(self._sampler, Sized) else None
 
     def _evaluate(self, epoch: int) -> list[Any]:
-        with _seeded(_seed_of(self._seed, epoch)):
+        with _seeded(_seed_of(self.seed, epoch)), _own_seeded(self._sampler, epoch):
             items = list(self._sampler)
         expected = self.expected()
         if expected is not None and expected != len(items):
@@ -139,6 +151,29 @@ def _seed_of(seed: int, epoch: int) -> int:
 def _digest(data: bytes) -> int:
     """Return a number from 1 to 2^48 - 1: messages hold integers up to 2^53, and 0 means that the order is unknown."""
     return 1 + int.from_bytes(hashlib.blake2b(data, digest_size=6).digest(), "big") % ((1 << 48) - 1)
+
+
+def chain_of(sampler: Any) -> Iterator[Any]:
+    """Yield a sampler and the ones inside it, as far as they are attributes of the usual names."""
+    for _ in range(_MOST_INSIDE):
+        if sampler is None:
+            return
+        yield sampler
+        sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
+
+
+@contextlib.contextmanager
+def _own_seeded(sampler: Any, epoch: int) -> Iterator[None]:
+    """Seed the sampler's own generators from their initial seeds and the epoch inside the block, and restore them."""
+    found = [getattr(each, "generator", None) for each in chain_of(sampler)]
+    states = [(each, each.get_state()) for each in found if isinstance(each, torch.Generator)]
+    for each, _ in states:
+        each.manual_seed(_seed_of(each.initial_seed(), epoch))
+    try:
+        yield
+    finally:
+        for each, state in states:
+            each.set_state(state)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from star_hvd.input.feeder import loader_options
-from star_hvd.input.sample_order import BatchOrder, Order, Permutation, SamplerOrder
+from star_hvd.input.sample_order import BatchOrder, Order, Permutation, SamplerOrder, chain_of
 
 __all__ = ["Source", "order_of", "source_of", "whole_number"]
 
@@ -83,6 +83,7 @@ def order_of(source: Source, *, shuffle: bool | None, seed: int) -> tuple[Order,
                 "shard got a batch_sampler and batch_size, sampler, shuffle or drop_last; a batch sampler says all of "
                 "these: leave them out"
             )
+        _refuse_parts(samplers["batch_sampler"], "batch_sampler")
         return BatchOrder(samplers["batch_sampler"], seed), 1
     batch_size = whole_number(source.batch_size, "batch_size")
     if batch_size < 1:
@@ -90,15 +91,34 @@ def order_of(source: Source, *, shuffle: bool | None, seed: int) -> tuple[Order,
     sampler = samplers.get("sampler")
     if shuffle is not None or sampler is None:
         return Permutation(len(data), shuffle=shuffle is not False, seed=seed), batch_size
-    if isinstance(sampler, (DistributedSampler, ElasticSampler)):
+    if type(sampler) in (DistributedSampler, ElasticSampler):
         logger.info("shard replaces a %s: the queue shares the samples among the ranks", type(sampler).__name__)
         return Permutation(len(data), shuffle=bool(sampler.shuffle), seed=int(sampler.seed)), batch_size
+    _refuse_parts(sampler, "sampler")
     if type(sampler) is SequentialSampler:
         return Permutation(len(data), shuffle=False, seed=seed), batch_size
     whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(data)
-    if whole and sampler.generator is None:
-        return Permutation(len(data), shuffle=True, seed=seed), batch_size
+    if whole:  # The generator's state would depend on how many epochs this process has had, since a reset for example.
+        own = sampler.generator
+        return Permutation(len(data), shuffle=True, seed=seed if own is None else own.initial_seed()), batch_size
     return SamplerOrder(sampler, seed), batch_size
+
+
+def _refuse_parts(sampler: Any, name: str) -> None:
+    """Refuse a sampler that gives this rank only its own part of the samples: the order of all is not known from that.
+
+    Raises:
+        ValueError: It is one, or contains one.
+    """
+    for each in chain_of(sampler):
+        ranks = getattr(each, "num_replicas", 1)
+        if isinstance(ranks, int) and ranks > 1:
+            raise ValueError(
+                f"shard got a {name} with a {type(each).__name__}, which gives each rank its own part of an order that "
+                f"shard does not know; pass a {name} over the whole data set, equal on all ranks (num_replicas=1, "
+                "rank=0 if it has these), since the queue shares the samples among the ranks. Only torch's own "
+                "DistributedSampler is taken over, as sampler= beside batch_size="
+            )
 
 
 def whole_number(value: Any, name: str) -> int:

@@ -90,6 +90,75 @@ def test_orders_of_torch_s_own_samplers_are_taken_over(alone: World, caplog: pyt
     assert numbers(loader) == numbers(shard(data, 3, seed=4))
 
 
+class Balancing(DistributedSampler[int]):
+    """A rank's part of an order in which every third sample comes twice."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = [i for i in range(12) for _ in range(2 - (i % 3 > 0))]
+        return iter(order[self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        return 16 // self.num_replicas
+
+
+class PartOnly(torch.utils.data.Sampler[int]):
+    """A rank's part too, of a class that is not torch's."""
+
+    def __init__(self) -> None:
+        self.num_replicas, self.rank = 2, 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, 12, 2))
+
+
+def test_a_sampler_that_gives_a_rank_its_own_part_is_refused_with_what_to_do(alone: World) -> None:
+    """Replaced by a permutation, it would lose what it is for; taken as it is, samples would be missing."""
+    data = Numbers(12)
+    within = torch.utils.data.BatchSampler(DistributedSampler(data, 2, 0), 3, drop_last=False)
+    for options, name in (
+        ({"batch_size": 3, "sampler": Balancing(data, 2, 0)}, "Balancing"),
+        ({"batch_size": 3, "sampler": PartOnly()}, "PartOnly"),
+        ({"batch_sampler": within}, "DistributedSampler"),
+        ({"batch_sampler": torch.utils.data.BatchSampler(PartOnly(), 3, drop_last=False)}, "PartOnly"),
+    ):
+        with pytest.raises(ValueError, match=f"a {name}, which gives each rank its own part.*over the whole data set"):
+            shard(DataLoader(data, **options))
+    whole = numbers(shard(DataLoader(data, batch_size=3, sampler=Balancing(data, 1, 0))))
+    assert whole == [i for i in range(12) for _ in range(2 - (i % 3 > 0))]
+
+
+@pytest.mark.parametrize("kind", ["shuffle", "weighted", "batches"])
+def test_an_order_does_not_depend_on_what_a_process_has_drawn_from_the_sampler_s_generator(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As of the ranks of an elastic job, of which one has just joined."""
+    data, world, loaders, generators = Numbers(20), World(2, monkeypatch), [], []
+    for world.rank in (0, 1):
+        generator = torch.Generator().manual_seed(5)
+        generators.append(generator)
+        weighted = WeightedRandomSampler([1.0] * 20, 20, replacement=False, generator=generator)
+        options: dict[str, Any] = {
+            "shuffle": {"batch_size": 2, "shuffle": True, "generator": generator},
+            "weighted": {"batch_size": 2, "sampler": weighted},
+            "batches": {"batch_sampler": torch.utils.data.BatchSampler(weighted, 2, drop_last=False)},
+        }[kind]
+        loaders.append(shard(DataLoader(data, **options)))
+    torch.rand(3, generator=generators[0])
+    state = generators[0].get_state()
+    first, second = epoch_of(world, loaders), epoch_of(world, loaders)
+    assert sorted(first) == sorted(second) == list(range(20)) and first != second
+    assert torch.equal(generators[0].get_state(), state) and generators[0].initial_seed() == 5
+    if kind == "shuffle":
+        world = World(1, monkeypatch)
+        assert numbers(loaders_of(world, data, seed=5)[0]) == numbers(
+            loaders_of(world, DataLoader(data, 2, shuffle=True, generator=generators[0]))[0]
+        )
+
+
+def loaders_of(world: World, data: Any, **options: Any) -> list[ShardLoader]:
+    return world.loaders(data, **({"batch_size": 2} if isinstance(data, Numbers) else {}), **options)
+
+
 def test_other_samplers_give_the_order_equally_on_all_ranks(alone: World) -> None:
     weighted = WeightedRandomSampler([1.0] * 10 + [5.0] * 10, 50)
     state = torch.get_rng_state()
@@ -248,6 +317,46 @@ def test_only_batches_for_the_steps_of_the_checkpoint_count_as_consumed(monkeypa
     consumed = loaders[0].state_dict()["consumed"]
     spans = zip(consumed[::2], consumed[1::2], strict=True)
     assert sorted(p for start, stop in spans for p in range(start, stop)) == sorted(seen)
+
+
+def test_another_epoch_cannot_be_chosen_for_a_state_of_the_middle_of_one(alone: World) -> None:
+    """What was consumed would be other samples: some would be missing, and some taken twice."""
+    loader = shard(Numbers(12), 2, seed=1)
+    loader.set_epoch(3)
+    batches = iter(loader)
+    seen = numbers([next(batches), next(batches)])
+    state = loader.state_dict()
+    for again in range(2):
+        other = shard(Numbers(12), 2, seed=1)
+        other.load_state_dict(state)
+        with pytest.raises(ValueError, match=r"of the middle of epoch 3; call set_epoch\(3\)"):
+            other.set_epoch(4)
+        assert other.epoch == 3
+        if again:
+            other.load_state_dict(state)
+        other.set_epoch(3)  # As `for epoch in range(start, epochs)` does.
+        assert sorted(seen + numbers(other)) == list(range(12)) and other.epoch == 4
+        other.set_epoch(7)
+        assert sorted(numbers(other)) == list(range(12))
+
+
+def test_a_state_is_of_the_seed_that_the_order_follows_from(alone: World) -> None:
+    """Which `DistributedSampler` and the generator of a DataLoader bring along."""
+    data = Numbers(12)
+
+    def sampled(seed: int) -> ShardLoader:
+        return shard(DataLoader(data, 2, sampler=DistributedSampler(data, 2, 0, seed=seed)))
+
+    def generated(seed: int) -> ShardLoader:
+        return shard(DataLoader(data, 2, shuffle=True, generator=torch.Generator().manual_seed(seed)))
+
+    for make in (sampled, generated):
+        loader = make(4)
+        next(iter(loader))
+        state = loader.state_dict()
+        with pytest.raises(ValueError, match="is of seed 4.*this loader has seed 5"):
+            make(5).load_state_dict(state)
+        make(4).load_state_dict(state)
 
 
 def test_a_state_of_another_loader_is_refused(alone: World) -> None:
