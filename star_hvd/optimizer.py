@@ -81,8 +81,10 @@ def DistributedOptimizer(
         max_grad_norm: Norm to which the averaged gradient is clipped. Use it instead of clipping by hand, which a rank
             that catches up could not repeat.
         accuracy: What `auto` may choose: `bounded` allows all modes, `exact` only `sync`, `sync(balanced)` and
-            `sync(steal)`, in which every step equals Horovod's step with the same global batch. The environment
-            variable `STAR_ACCURACY` overrides it.
+            `sync(steal)`, in which every step equals Horovod's step with the same global batch. It also keeps
+            `Compression.auto` from compressing. `Compression.fp16` and a compressor of the user's own do what they do
+            in Horovod: the step is then Horovod's with that compressor, and rounded by it. The environment variable
+            `STAR_ACCURACY` overrides this argument.
         overlap: Whether `step()` in mode `sync` returns while gradients are still being reduced. Each parameter is
             updated when its gradient has been reduced, and code that uses a parameter waits for that parameter only;
             gradients are reduced in the order in which the forward pass needs them. Parameters are bit-identical to
@@ -106,6 +108,11 @@ def DistributedOptimizer(
     groups = _groups_of(num_groups, groups)
     check_numbers(backward_passes_per_step, groups, max_grad_norm)
     exact = check_accuracy(env.accuracy() or accuracy) == "exact"
+    if exact and compression is Compression.auto:
+        logger.warning(
+            "accuracy is 'exact' and compression is Compression.auto, all forms of which but the uncompressed one are "
+            "lossy: gradients are sent uncompressed; leave compression out, or take accuracy 'bounded'"
+        )
     overlaps = check_overlap(env.overlap(), overlap)
     mode = env.mode() or mode
     plan = _plan_of(mode, config or Config(), exact=exact)
@@ -296,7 +303,7 @@ class _Wrapper:
             wrapped=self.wrapped,
             scale_by_ranks=given["op"] == mpi_ops.Sum,
             fp16=given["compression"] is Compression.fp16,
-            lossy=given["compression"] is Compression.auto,
+            lossy=given["compression"] is Compression.auto and not given["exact"],
             plan=given["plan"],
             mode=given["mode"],
             run=None if _is_elastic() else runtime.ensure(given["config"]),

@@ -37,6 +37,9 @@ def test_what_is_left_to_send_is_in_the_optimizers_state() -> None:
     with_state, without = zip(*(result["digests"] for result in results), strict=True)
     assert len(set(with_state)) == len(set(without)) == 1
     assert with_state[0] != without[0], "the state that was loaded makes no difference"
+    for result in results:
+        exact = result["exact"]
+        assert not exact["lossy"] and len(set(exact["digests"])) == 1 and len(exact["warnings"]) == 1, exact
 
 
 def test_accuracy_is_that_of_whole_gradients() -> None:
