@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +20,7 @@ from star_hvd.config import Config
 from star_hvd.epochs.batches import SOON_S, LeasedBatches, StreamBatches
 from star_hvd.epochs.microbatches import LeasedMicrobatches
 from star_hvd.input.batch_sizes import BatchSizes
-from star_hvd.input.feeder import Feeder
+from star_hvd.input.feeder import IN_THREAD_NOTE, Feeder
 from star_hvd.input.lease_stock import BatchSizer, LeaseStock
 from star_hvd.input.network import normalizations, trained
 from star_hvd.input.sample_order import BatchOrder, EpochOrder, Order, Permutation
@@ -30,6 +31,8 @@ from star_hvd.runtime.out_of_memory import Repeats
 from star_hvd.wrapper.unweighted import unweighted
 
 __all__ = ["ShardLoader", "shard", "weigh", "work"]
+
+logger = logging.getLogger("star_hvd")
 
 _EPOCHS_KEPT = 64  # In `ShardLoader.lease_waits`.
 _STATE = 2  # Version of `state_dict`; 2 since the permutations are those of torch's `DistributedSampler`.
@@ -177,6 +180,8 @@ class ShardLoader:
             self._run.reference_samples = float(reference)
         self._reference_samples = self._run.reference_samples
         self._microbatches = microbatches or 0
+        if self._parts and self._feeder is not None and self._feeder.initializes_workers:
+            logger.warning("shard with microbatches and a worker_init_fn: %s", IN_THREAD_NOTE)
         self.repeats = Repeats()
         self._evaluates = False  # Whether this iteration is for no training: gradients are off.
 

@@ -28,7 +28,7 @@ from star_hvd.input.lease_stock import Batch, LeaseStock
 from star_hvd.input.microbatches import MicrobatchStock
 from star_hvd.patches import forks_can_hang, horovod_patches
 
-__all__ = ["Feeder", "Indices", "loader_options", "warn_of_forks"]
+__all__ = ["IN_THREAD_NOTE", "Feeder", "Indices", "loader_options", "warn_of_forks"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -51,6 +51,12 @@ _OPTIONS = (
     "in_order",  # Since torch 2.6.
 )
 _IN_THREAD = ("collate_fn", "pin_memory", "pin_memory_device")  # Options that a loader without workers accepts.
+
+IN_THREAD_NOTE = (
+    "star_hvd loads a part of a batch that is taken over from another rank, or that is repeated because it did not fit "
+    "in memory, in the training process, where worker_init_fn is not called; open files or databases in __getitem__ "
+    "where they are not open yet, and not in worker_init_fn"
+)
 
 _PACE_BATCHES = 16  # Batches whose mean loading time is a rank's pace.
 _OUTLIER = 4.0  # A batch counts as at most so many times the median one: a worker's first includes what is done once.
@@ -137,13 +143,30 @@ class Feeder:
             if batch is not None:
                 return batch, data
 
+    @property
+    def initializes_workers(self) -> bool:
+        """Whether something is done in every worker that is not done in this process."""
+        return bool(self._options.get("num_workers")) and self._options.get("worker_init_fn") is not None
+
     def load(self, indices: list[Any]) -> Any:
-        """Load a batch in this thread instead of in the workers, which are at later batches."""
+        """Load a batch in this thread instead of in the workers, which are at later batches.
+
+        `worker_init_fn` is not called here: it may seed the generators of its process, and its worker's data set is
+        a copy.
+        """
         if self._direct is None:
             options = {name: self._options[name] for name in _IN_THREAD if name in self._options}
             self._direct = DataLoader(self._dataset, batch_sampler=self._direct_indices, **options)
         self._direct_indices[:] = [indices]
-        data = next(iter(self._direct))
+        try:
+            data = next(iter(self._direct))
+        except Exception as error:
+            if self.initializes_workers:
+                if hasattr(error, "add_note"):  # Since Python 3.11.
+                    error.add_note(IN_THREAD_NOTE)
+                else:
+                    logger.error("%s", IN_THREAD_NOTE)
+            raise
         return data.batch if self._numbered else data
 
     def start(self) -> None:

@@ -373,6 +373,21 @@ def test_a_state_of_another_loader_is_refused(alone: World) -> None:
         list(other)
 
 
+def test_micro_batches_with_workers_that_are_initialized_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A part that is taken over is loaded in the training process; whether the data set is open there is not known."""
+    for ranks, options in (
+        (2, {"num_workers": 1, "worker_init_fn": print, "microbatches": 2}),
+        (2, {"num_workers": 1, "worker_init_fn": print}),
+        (2, {"num_workers": 1, "microbatches": 2}),
+        (1, {"num_workers": 1, "worker_init_fn": print, "microbatches": 2}),
+    ):
+        World(ranks, monkeypatch)
+        shard(Numbers(8), 4, **options)
+    assert caplog.text.count("worker_init_fn is not called") == 1
+
+
 def test_ranges_of_work(alone: World) -> None:
     for _ in range(3):
         assert list(work(10, 4)) == [(0, 4), (4, 8), (8, 10)]

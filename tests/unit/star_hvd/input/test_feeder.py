@@ -49,6 +49,24 @@ def test_a_horovod_with_the_patch_needs_no_warning(warned: Any, monkeypatch: pyt
     assert warned(num_workers=1) == 0
 
 
+class OpenedByWorkers(torch.utils.data.Dataset[int]):
+    """As data sets in files that `worker_init_fn` opens."""
+
+    def __getitem__(self, index: int) -> int:
+        if torch.utils.data.get_worker_info() is None:
+            raise OSError("not open")
+        return index
+
+
+def test_what_is_loaded_in_the_training_thread_fails_with_what_to_do_if_only_workers_open_the_data() -> None:
+    for init, notes in ((lambda number: None, [feeder.IN_THREAD_NOTE]), (None, [])):
+        found = feeder.Feeder(OpenedByWorkers(), {"num_workers": 1, "worker_init_fn": init})
+        with pytest.raises(OSError, match="not open") as caught:
+            found.load([3])
+        assert getattr(caught.value, "__notes__", []) == notes
+    assert "worker_init_fn" in feeder.IN_THREAD_NOTE and "__getitem__" in feeder.IN_THREAD_NOTE
+
+
 def test_the_program_may_still_choose_how_processes_start() -> None:
     """Looking at the default must not settle it: `set_start_method` raises then."""
     program = (
