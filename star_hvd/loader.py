@@ -17,12 +17,12 @@ from scheduler.rules.runs import Span, without
 from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd.channel.messages.microbatches import MicrobatchOpen
 from star_hvd.config import Config
-from star_hvd.epochs.batches import SOON_S, LeasedBatches, StreamBatches
+from star_hvd.epochs.batches import SOON_S, EqualRanges, LeasedBatches, StreamBatches
 from star_hvd.epochs.microbatches import LeasedMicrobatches
 from star_hvd.input.batch_sizes import BatchSizes
 from star_hvd.input.feeder import IN_THREAD_NOTE, Feeder
 from star_hvd.input.lease_stock import BatchSizer, LeaseStock
-from star_hvd.input.network import normalizations, trained
+from star_hvd.input.network import meets_in_pass, normalizations, trained
 from star_hvd.input.sample_order import BatchOrder, EpochOrder, Order, Permutation
 from star_hvd.input.source import Source, order_of, source_of, whole_number
 from star_hvd.input.stream import Stream
@@ -175,6 +175,7 @@ class ShardLoader:
         self._next_stock: LeaseStock | None = None
         self._open: _Interrupted | None = None  # The current epoch, or the one left in the middle.
         self._resume: dict[str, Any] | None = None
+        self._may_meet: bool | None = None  # Whether ranks may meet within the passes of this stream, once known.
         reference = batch_size if stream is None else stream.batch_size or 1
         if self._run.reference_samples == 0:
             self._run.reference_samples = float(reference)
@@ -248,7 +249,7 @@ class ShardLoader:
         stock.begin(_digest(order, done), done)
         batches: LeasedBatches | StreamBatches
         if self._stream is not None:
-            batches = StreamBatches(self._run, stock, self._stream, self._note)
+            batches = StreamBatches(self._run, stock, self._stream, self._even_because, self._note)
         else:
             assert self._feeder is not None
             batches = LeasedBatches(
@@ -312,7 +313,7 @@ class ShardLoader:
     def _stock_for(self, positions: int) -> LeaseStock:
         """Return the stock of the epoch that starts: the one requested ahead, if the epoch's length is as expected."""
         stock, self._next_stock = self._next_stock, None
-        expected = (positions, self.batch_size, bool(self._even_because), self._shares is None)
+        expected = (positions, self.batch_size, self._deals_evenly, self._shares is None)
         if stock is not None and (stock.samples, stock.batch, stock.even, stock.fixed) != expected:
             stock.close()
             stock, self._passes = None, self._passes + 1
@@ -341,7 +342,7 @@ class ShardLoader:
             in_order=feeder is None or feeder.in_order,
             load_s=feeder.load_s if feeder is not None else 0.0,
             sizer=self.batch_sizer if shares is None else shares,
-            even=bool(self._even_because),
+            even=self._deals_evenly,
             ask=ask,
         )
 
@@ -351,11 +352,14 @@ class ShardLoader:
 
         A reason found in the first step, as with `SyncBatchNorm`, makes the coordinator change the shares.
         """
-        run = self._run
-        if run.world_size == 1:
-            return ""
-        known = (driver.equal_batches for driver in run.drivers.values())
-        return next(filter(None, known), "") if run.drivers else unweighted()
+        return _even_because(self._run)
+
+    @property
+    def _deals_evenly(self) -> bool:
+        """Whether an epoch is to be dealt evenly; of a stream that cannot be made up for when the reason is found."""
+        if self._may_meet is None and self._run.drivers:  # Looked at once, as it takes tens of milliseconds.
+            self._may_meet = self._stream is not None and _may_meet(self._run)
+        return bool(self._even_because or self._may_meet)
 
     def _ask_for_next(self) -> None:
         """Request the first samples of the next epoch, so that they are here when it starts."""
@@ -431,6 +435,20 @@ class ShardLoader:
         self._passes += self._passes > 0  # Maybe not all ranks requested that epoch ahead; none does before the first.
 
 
+def _even_because(run: runtime.Runtime) -> str:
+    """Return why all ranks need equally many batches, as far as known now; else an empty string."""
+    if run.world_size == 1:
+        return ""
+    known = (driver.equal_batches for driver in run.drivers.values())
+    return next(filter(None, known), "") if run.drivers else unweighted()
+
+
+def _may_meet(run: runtime.Runtime) -> bool:
+    """Whether the networks in training have layers that may turn out to reduce over all ranks within a pass."""
+    optimizers = [driver.engine.applier.optimizer for driver in run.drivers.values()]
+    return run.world_size > 1 and bool(optimizers) and meets_in_pass(trained(optimizers))
+
+
 class _Interrupted:
     """What a state needs of the current epoch: number, key at the coordinator, order and length."""
 
@@ -494,16 +512,19 @@ def work(total: int, chunk: int, *, config: Config | None = None) -> Iterator[Sp
 
     Raises:
         ValueError: A number out of range, or not the same on all ranks.
+        StarError: All ranks need equally many batches, and the numbers cannot be divided evenly; while iterating.
     """
     total, chunk = whole_number(total, "total"), whole_number(chunk, "chunk")
     if total < 0 or chunk < 1:
         raise ValueError(f"work got total {total} and chunk {chunk}; expected at least 0 and at least 1")
     run = runtime.ensure(config)
     run.reference_samples = run.reference_samples or float(chunk)
-    return _ranges(run, run.client.open_work(total, chunk))
+    because = _even_because(run)
+    stock = run.client.open_work(total, chunk, even=bool(because) or _may_meet(run))
+    return _ranges(run, stock, EqualRanges(run, stock, because, total, "numbers"))
 
 
-def _ranges(run: runtime.Runtime, stock: LeaseStock) -> Iterator[Span]:
+def _ranges(run: runtime.Runtime, stock: LeaseStock, equal: EqualRanges) -> Iterator[Span]:
     run.catch_up()
     try:
         while True:
@@ -511,6 +532,8 @@ def _ranges(run: runtime.Runtime, stock: LeaseStock) -> Iterator[Span]:
             waits = contextlib.nullcontext() if stock.ready(SOON_S) else run.inactive("waiting for work")
             with waits:
                 span = run.client.begin_batch(stock)
+            if span is None or stock.delivered == 2:
+                equal.check()
             if span is None:
                 break
             run.note_input(time.monotonic() - began_s)

@@ -266,6 +266,8 @@ class LeaseService:
         if message.fixed:
             self._fixed.add(key)
         shares, last = self.shares(message, queue.free)
+        if message.fixed and message.even:
+            shares = (message.batch,) * self._world_size
         if shares:
             queue.deal(shares, [0] * self._world_size, last=last)
         self._queues[key] = queue

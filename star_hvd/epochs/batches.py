@@ -16,7 +16,7 @@ from star_hvd.input.stream import Stream
 from star_hvd.runtime.out_of_memory import Repeats, cut_batch
 from star_hvd.runtime.runtime import Runtime
 
-__all__ = ["SOON_S", "LeasedBatches", "Leases", "Note", "StreamBatches"]
+__all__ = ["SOON_S", "EqualRanges", "LeasedBatches", "Leases", "Note", "StreamBatches"]
 
 SOON_S = 0.25  # An answer takes milliseconds; a rank that waits longer becomes inactive, since it gives no gradient.
 _ORDER_S = 5.0  # Longest wait for equal batch shares once they are needed; the order takes milliseconds.
@@ -171,6 +171,53 @@ class LeasedBatches:
             )
 
 
+class EqualRanges:
+    """Checks that ranks which meet within their passes get equally much of a stream or of `hvd.work`.
+
+    There are no batch shares for these, which could still be changed in an epoch: it is dealt evenly if the reason is
+    known when it begins.
+
+    Args:
+        run: The runtime of this process.
+        stock: The leases of the epoch.
+        because: Why all ranks need equally many batches, besides reasons of the runtime's optimizers; else empty.
+        total: Positions of the epoch, of which every rank needs as many.
+        what: What they are, for the error.
+    """
+
+    def __init__(self, run: Runtime, stock: LeaseStock, because: str, total: int, what: str) -> None:
+        self._run, self._stock, self._because, self._total, self._what = run, stock, because, total, what
+        self._steps_before = run.steps_ended
+
+    def check(self, *, ended: int = -1) -> None:
+        """Raise an error if a rank would wait in vain for another one. Call it before the second range, and at the end.
+
+        Args:
+            ended: Positions that this rank has had if there is no more data for it, else -1.
+
+        Raises:
+            StarError: Ranks get different numbers of batches.
+        """
+        run, total = self._run, self._total
+        reasons = (self._because, *(driver.equal_batches for driver in run.drivers.values()))
+        reason = next(filter(None, reasons), "")
+        if not reason or run.world_size == 1 or run.steps_ended == self._steps_before:
+            return
+        parts = f"an epoch of {total} {self._what} cannot be divided evenly here, which is needed: {reason}"
+        if total % run.world_size:
+            raise StarError(f"{parts}; take a multiple of {run.world_size}, the number of ranks")
+        if not self._stock.dealt_evenly:
+            raise StarError(
+                f"{parts}; this was found out only after the epoch had begun: make the optimizer before it begins and "
+                "let it update the layers concerned, or pass a map-style data set to hvd.shard"
+            )
+        if 0 <= ended < total // run.world_size:
+            raise StarError(
+                f"{parts}; the data of rank {run.rank} ended after {ended} of {total // run.world_size} of its "
+                f"{self._what}: give each rank as much data, or name fewer"
+            )
+
+
 class StreamBatches:
     """Batches of this rank's own stream, as many as the queue allows; iterated once.
 
@@ -178,14 +225,16 @@ class StreamBatches:
         run: The runtime of this process.
         stock: Leases of future batches; closed when the iteration ends.
         stream: The stream, which continues from epoch to epoch.
+        equal_because: Why all ranks need equally many batches, besides reasons of the runtime's optimizers.
         note: See `Note`.
 
     Attributes:
         leases: How it waits for samples.
     """
 
-    def __init__(self, run: Runtime, stock: LeaseStock, stream: Stream, note: Note) -> None:
+    def __init__(self, run: Runtime, stock: LeaseStock, stream: Stream, equal_because: str, note: Note) -> None:
         self._run, self._stock, self._stream, self._note = run, stock, stream, note
+        self._equal = EqualRanges(run, stock, equal_because, stock.samples, "batches")
         self.leases = Leases(run, stock)
 
     def __iter__(self) -> Iterator[Any]:
@@ -200,9 +249,13 @@ class StreamBatches:
         began_s = time.monotonic()
         while stream.load():
             if not self.leases.more() or self._run.client.begin_batch(stock) is None:
+                self._equal.check()
                 return  # The loaded batch becomes the first one of the next epoch.
+            if stock.delivered == 2:
+                self._equal.check()
             data = stream.take()
             self._note(stream.samples(data), time.monotonic() - began_s, 0.0)
             yield data
             began_s = time.monotonic()
+        self._equal.check(ended=stock.delivered)
         stock.end()  # This rank's share is used up; the others continue.

@@ -1,4 +1,4 @@
-"""Find the batch normalization of a network, and warn once about the effect of batch shares on it."""
+"""Find layers of a network that limit how its batches may be divided, and warn once about batch normalization."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import logging
 from collections.abc import Iterable
 
 import torch
+from horovod.torch.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["normalizations", "trained", "warn_of_shares"]
+__all__ = ["meets_in_pass", "normalizations", "trained", "warn_of_shares"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -51,6 +52,20 @@ def normalizations(params: Iterable[torch.nn.Parameter]) -> int:
         return 0  # A normalization has a weight and a bias of one length.
     classes, known = _subclasses(torch.nn.modules.batchnorm._BatchNorm), {id(param) for param in params}
     return sum(type(each) in classes and id(each.weight) in known for each in gc.get_objects())
+
+
+def meets_in_pass(params: Iterable[torch.nn.Parameter]) -> bool:
+    """Whether a layer with some of these parameters may reduce over all ranks within a pass, as far as layers show.
+
+    These are Horovod's `SyncBatchNorm` and embeddings with sparse gradients.
+    """
+    known = {id(param) for param in params}
+    normalizing, embedding = _subclasses(SyncBatchNorm), _subclasses(torch.nn.Embedding)
+    embedding |= _subclasses(torch.nn.EmbeddingBag)
+    return any(
+        (type(each) in normalizing or (type(each) in embedding and each.sparse)) and id(each.weight) in known
+        for each in gc.get_objects()
+    )
 
 
 def _subclasses(of: type) -> set[type]:

@@ -201,10 +201,16 @@ class CoordinatorClient:
                 f"{silent_s:.1f} s ago; see its log for a rank that is missing"
             )
 
-    def open_work(self, total: int, chunk: int) -> LeaseStock:
-        """Open the next epoch of ranges of numbers, see `star_hvd.work`; all ranks must open them in the same order."""
+    def open_work(self, total: int, chunk: int, *, even: bool = False) -> LeaseStock:
+        """Open the next epoch of ranges of numbers, see `star_hvd.work`; all ranks must open them in the same order.
+
+        Args:
+            total: How many numbers.
+            chunk: Numbers in a range.
+            even: Whether all ranks need equally many.
+        """
         self._works += 1
-        return self.open_stock(_WORK, self._works, total, chunk, False)
+        return self.open_stock(_WORK, self._works, total, chunk, False, even=even)
 
     def await_samples(self, stock: LeaseStock) -> bool:
         """Wait for samples of an epoch; False when it is over for this rank.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,7 +112,26 @@ def beside() -> dict[str, Any]:
 def native() -> dict[str, Any]:
     """An optimizer that reduces as Horovod does, alone; the last step of an epoch has not a batch for every rank."""
     net = make_net()
-    return _train(net, _optimizer(net.parameters(), groups=1), samples=12 * 4 * BATCH + BATCH + 3)
+    optimizer = _optimizer(net.parameters(), groups=1)
+    result = _train(net, optimizer, samples=12 * 4 * BATCH + BATCH + 3)
+    stream = hvd.shard(_Endless(), batch_size=4, batches=40)
+    for numbers in (stream, (torch.arange(start, stop) for start, stop in hvd.work(160, 4))):
+        count = 0
+        for inputs in numbers:
+            time.sleep(0.02 * (hvd.rank() == 2))  # Before its pass the others wait only for their own batches.
+            optimizer.zero_grad()
+            net(inputs.double()[:, None].expand(-1, 6)).sum().backward()
+            optimizer.step()
+            count += 1
+        result["batches"].append(hvd.allgather_object(count, name="count"))
+    return result
+
+
+class _Endless(torch.utils.data.IterableDataset[int]):
+    """A stream."""
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count()
 
 
 def native_later() -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import random
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +23,7 @@ from star_hvd.config import Config
 from star_hvd.engine.buckets import pack
 from star_hvd.engine.device import Streams
 from star_hvd.epochs.microbatches import LeasedMicrobatches
+from star_hvd.errors import StarError
 from star_hvd.input.lease_stock import BatchSizer
 from star_hvd.input.microbatches import MicrobatchStock
 from star_hvd.input.sample_order import SamplerOrder
@@ -249,6 +251,98 @@ def test_a_stream_goes_on_until_the_queue_has_counted_all_batches(monkeypatch: p
     assert world.next(0, batches) is not None
     with pytest.raises(ValueError, match="cannot say where its ranks are"):
         short[0].state_dict()
+
+
+class SlowStream(Stream):
+    """The other rank would take its batches."""
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(self._length):
+            time.sleep(0.02)
+            yield i
+
+
+def fed(world: World, reason: str, net: torch.nn.Module | None = None) -> None:
+    """Give every rank an optimizer, which has that reason to meet all ranks within a pass, and has made a step."""
+    params = list((net or torch.nn.Linear(1, 1)).parameters())
+    for run in world.runs:
+        applier = SimpleNamespace(optimizer=torch.optim.SGD(params, lr=0.1))
+        run.drivers = {
+            0: SimpleNamespace(
+                equal_batches=reason,
+                engine=SimpleNamespace(applier=applier),
+                reporter=SimpleNamespace(note_samples=lambda *_: None),
+            )
+        }
+
+
+def stepping(world: World, rank: int, batches: Iterator[Any]) -> Iterator[Any]:
+    """The batches, with a step behind each."""
+    while (batch := world.next(rank, batches)) is not None:
+        yield batch
+        world.runs[rank].steps_ended += 1
+
+
+@pytest.mark.parametrize("found", ["before", "by its layers"])
+def test_a_stream_and_work_are_dealt_evenly_where_ranks_meet_within_their_passes(
+    monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    world = World(2, monkeypatch)
+    net = torch.nn.Embedding(3, 2, sparse=True)
+    fed(world, "sparse gradients" if found == "before" else "", None if found == "before" else net)
+    streams = []
+    for world.rank, kind in enumerate((Stream, SlowStream)):
+        streams.append(shard(kind(100), 1, batches=20))
+    for _ in range(2):
+        assert [len(batches) for batches in world.epoch(streams)] == [10, 10]
+    ranges = []
+    for world.rank in (0, 1):
+        ranges.append(work(20, 2))
+    taken = [span for _ in range(5) for span in [world.next(0, ranges[0])]]
+    assert taken == [(0, 2), (4, 6), (8, 10), (12, 14), (16, 18)], "rank 1 has not begun"
+
+
+@pytest.mark.parametrize(
+    ("batches", "found", "length", "message"),
+    [
+        (11, "before", 100, "11 batches cannot be divided evenly.*sparse gradients; take a multiple of 2"),
+        (20, "in the first step", 100, "found out only after the epoch had begun"),
+        (20, "before", 4, "rank 0 ended after 4 of 10"),
+        (20, "never", 4, ""),
+        (11, "never", 100, ""),
+    ],
+)
+def test_a_stream_that_cannot_be_divided_evenly_is_refused_where_ranks_meet_within_their_passes(
+    monkeypatch: pytest.MonkeyPatch, batches: int, found: str, length: int, message: str
+) -> None:
+    world = World(2, monkeypatch)
+    fed(world, "sparse gradients" if found == "before" else "")
+    for trains in (False, True):
+        loaders = world.loaders(Stream(length), 1, batches=batches)
+        steps = stepping(world, 0, iter(loaders[0])) if trains else iter(loaders[0])
+        assert world.next(0, steps) is not None
+        if found == "in the first step":
+            fed(world, "sparse gradients")
+        if trains and message:
+            with pytest.raises(StarError, match=message):
+                for _ in range(5):
+                    next(steps)
+        else:  # Without steps no rank waits.
+            assert [next(steps) for _ in range(3)]
+        steps.close()  # type: ignore[attr-defined]
+        fed(world, "sparse gradients" if found == "before" else "")
+
+
+def test_work_that_cannot_be_divided_evenly_is_refused_where_ranks_meet_within_their_passes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(2, monkeypatch)
+    fed(world, "sparse gradients")
+    world.rank = 0
+    steps = stepping(world, 0, work(21, 2))
+    with pytest.raises(StarError, match="21 numbers cannot be divided evenly.*take a multiple of 2"):
+        for _ in range(5):
+            next(steps)
 
 
 class Growing(BatchSizer):
