@@ -388,7 +388,10 @@ class ShardLoader:
         Not collective: any rank may call it alone, at any time, and it waits for no training thread; the state covers
         the whole job. A sample counts as consumed if a rank took its batch for a step that this rank's parameters
         contain; without an optimizer, if its batch was delivered. So call it where the model's checkpoint is made:
-        after `step`, before the next batch.
+        after `step` and the optimizer's `state_dict`, before the next batch. In modes in which ranks make their steps
+        without each other (`ps`, `grouped`, `local`, a rank outside a `subgroup`) another rank's batches count from
+        when that rank has the parameters that contain them: none is missing after a restart, but what it was told of
+        only after this call is taken once more, at most a batch per rank, with `local` those of one averaging.
 
         Raises:
             DeadlineError: Another rank does not answer, or Horovod was initialized again.
@@ -407,7 +410,8 @@ class ShardLoader:
                 "position of the stream yourself"
             )
         here = self._open
-        consumed = self._run.client.consumed(self._number, here.key, self._run.steps_made())
+        run = self._run
+        consumed = run.client.consumed(self._number, here.key, run.steps_made(), run.own_steps())
         return state | {
             "epoch": here.epoch, "consumed": consumed, "order": here.order, "positions": here.positions
         }  # fmt: skip

@@ -103,10 +103,10 @@ class LeasedBatches:
                 self._shares.end_epoch(self._stock.epoch)
 
     def _loaded(self) -> Iterator[Any]:
-        run, stock, order, feeder = self._run, self._stock, self._order, self._feeder
+        stock, order, feeder = self._stock, self._order, self._feeder
         began_s = time.monotonic()
         while True:
-            found = feeder.next(lambda number: stock.take(number, run.steps_made()))
+            found = feeder.next(self._take)
             if found is not None:
                 batch, data = found
                 samples = order.samples(batch.spans)
@@ -121,6 +121,9 @@ class LeasedBatches:
                 feeder.load_s = stock.load_s
                 self._raise_if_uneven(at_end=True)
                 return
+
+    def _take(self, number: int) -> Batch | None:
+        return self._stock.take(number, *self._run.batch_begins())
 
     def _whole_or_parts(self, batch: Batch, data: Any) -> Iterator[Any]:
         """Yield a batch, or its parts if it does not fit in memory."""

@@ -106,33 +106,65 @@ class Batch:
         return sum(stop - start for start, stop in self.spans)
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A batch that was begun.
+
+    Attributes:
+        spans: Its positions.
+        step: Steps that the parameters had had by then, -1 if unknown.
+        own: Steps that this rank had made by then, if it makes this one alone; else -1.
+    """
+
+    spans: tuple[Span, ...]
+    step: int
+    own: int
+
+
 class Consumption:
-    """The positions a rank has begun, and for recent ones the training step they were for."""
+    """The positions a rank has begun, and for recent ones the training step they were for.
+
+    Where all ranks make a step together, a batch begun behind s steps is contained in parameters of s + 1. Where this
+    rank makes it alone, with servers or a parent or by itself, it is contained in those that the rank has afterwards:
+    their number shows with the next batch, or is that of the rank's parameters at present.
+    """
 
     def __init__(self) -> None:
         self._before: list[Run] = []
-        self._recent: deque[tuple[int, tuple[Span, ...]]] = deque(maxlen=_STEPS_KEPT)  # Step and spans per batch.
+        self._recent: deque[_Begun] = deque(maxlen=_STEPS_KEPT)
 
-    def note(self, spans: tuple[Span, ...], step: int) -> None:
-        """Note that a batch is begun after `step` steps; -1 if that number is unknown."""
+    def note(self, spans: tuple[Span, ...], step: int, own: int = -1) -> None:
+        """Note that a batch is begun, see `_Begun`."""
         if len(self._recent) == _STEPS_KEPT:
-            for span in self._recent[0][1]:
+            for span in self._recent[0].spans:
                 append(self._before, span)
-        self._recent.append((step, spans))
+        self._recent.append(_Begun(spans, step, own))
 
     def forget(self, spans: tuple[Span, ...]) -> None:
         """Note that the last batch was not begun after all."""
-        if self._recent and self._recent[-1][1] == spans:
+        if self._recent and self._recent[-1].spans == spans:
             self._recent.pop()
 
-    def by(self, step: int) -> list[Run]:
-        """Return the samples of all batches that were for steps up to this one."""
+    def by(self, step: int, now: int = -1) -> list[Run]:
+        """Return the samples of all batches that parameters of a step contain.
+
+        Args:
+            step: The step; -1 for all batches that were begun.
+            now: Steps that this rank's parameters have had.
+        """
+        later, contained, contains = float(now), math.inf, deque[bool]()
+        for each in reversed(self._recent):
+            contained, later = (later if each.step < later else contained), float(each.step)
+            contains.appendleft(step < 0 or (contained <= step if each.own >= 0 else each.step < step))
         found = list(self._before)
-        for for_step, spans in self._recent:
-            if not 0 <= step <= for_step:
-                for span in spans:
-                    append(found, span)
+        for each, contain in zip(self._recent, contains, strict=True):
+            for span in each.spans if contain else ():
+                append(found, span)
         return found
+
+    def made(self, own: int) -> list[Span]:
+        """Return the samples of recent steps that this rank has made alone; it has made `own` steps by now."""
+        return [span for each in self._recent if 0 <= each.own < own for span in each.spans]
 
 
 class LeaseStock:
@@ -152,6 +184,7 @@ class LeaseStock:
         sizer: Decides how many samples each batch has; `batch` if left out.
         fixed: Whether the sizes cannot follow batch shares.
         even: Whether all ranks need equally many batches, see `LeaseAsk.even`.
+        step: Returns the steps that the parameters have had.
         clock: The time in seconds; only differences count.
     """
 
@@ -171,9 +204,10 @@ class LeaseStock:
         sizer: BatchSizer | None = None,
         fixed: bool = False,
         even: bool = False,
+        step: Callable[[], int] = lambda: -1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rank, self._clock = rank, clock
+        self._rank, self._clock, self._step = rank, clock, step
         self._sizer, self.fixed = sizer or ConstantBatches(batch), fixed
         self.even = even
         self.loader, self.epoch, self.samples, self.batch = loader, epoch, samples, batch
@@ -387,12 +421,13 @@ class LeaseStock:
             self._ask_ahead()
             return batch
 
-    def take(self, number: int, step: int = -1) -> Batch | None:
+    def take(self, number: int, step: int = -1, own: int = -1) -> Batch | None:
         """Begin a batch that came out of the workers. Return None if it was called back meanwhile.
 
         Args:
             number: Number of the batch.
             step: Steps that the parameters have had; the batch is for the next one. -1 without an optimizer.
+            own: Steps that this rank has made, if it makes this one alone; else -1.
         """
         with self._changed:
             batch = self._formed.pop(number, None)
@@ -405,10 +440,15 @@ class LeaseStock:
                 self._begun += batch.samples
             self._delivered += 1
             self._idle = False
-            self._consumption.note(batch.spans, step)
+            self._consumption.note(batch.spans, step, own)
             self._note_interval()
             self._ask_ahead()
             return batch
+
+    def made(self, own: int) -> list[Span]:
+        """Return the samples of recent steps that this rank has made alone; it has made `own` steps by now."""
+        with self._changed:
+            return self._consumption.made(own)
 
     def end(self) -> None:
         """Note that this rank takes no more samples, and waits for the end of the epoch."""
@@ -494,7 +534,7 @@ class LeaseStock:
         """Handle an answer, a recall, or a question about consumed samples."""
         with self._changed:
             if isinstance(message, ReportConsumed):
-                runs = flat(self._consumption.by(message.step))
+                runs = flat(self._consumption.by(message.step, self._step()))
                 self._send(Consumed(self.loader, self.epoch, message.step, runs))
                 return
             if self.closed:

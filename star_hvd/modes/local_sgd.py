@@ -78,6 +78,11 @@ class LocalSteps:
         return self._engine.plan.mode != "local"
 
     @property
+    def in_flight(self) -> bool:
+        """Whether this rank has sent its part of an averaging that has not ended; its steps count for the next one."""
+        return self._sent
+
+    @property
     def just_averaged(self) -> bool:
         """Whether this rank has made no step since it sent its part of an averaging."""
         return self._steps == 0

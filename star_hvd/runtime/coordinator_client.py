@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Callable
 
-from scheduler.rules.runs import spans
+from scheduler.rules.runs import joined, spans
 from scheduler.rules.step_layout import StepLayout
 from star_hvd.channel.agent import Agent
 from star_hvd.channel.messages import base as messages
@@ -17,7 +17,6 @@ from star_hvd.channel.messages.leases import (
     Lease,
     LeaseRecall,
     ReportConsumed,
-    flat,
     runs_of,
 )
 from star_hvd.channel.messages.microbatches import (
@@ -148,6 +147,7 @@ class CoordinatorClient:
             sizer=sizer,
             fixed=not isinstance(sizer, BatchSizes),
             even=even,
+            step=self._step,
         )
         self._keep(stock)
         if ask:
@@ -226,10 +226,16 @@ class CoordinatorClient:
             longest_s=self._config.step_deadline_s,
         )
 
-    def consumed(self, loader: int, epoch: int, step: int) -> list[int]:
+    def consumed(self, loader: int, epoch: int, step: int, own: int = 0) -> list[int]:
         """Return starts and stops of the spans of an epoch that all ranks together have consumed up to `step`.
 
         The agents' threads answer, so this waits for no training thread.
+
+        Args:
+            loader: Number of the loader.
+            epoch: The epoch.
+            step: Steps that this rank's parameters have had.
+            own: Steps that this rank has made. Its parameters contain all that it made alone.
 
         Raises:
             DeadlineError: A rank, or the coordinator, did not answer.
@@ -245,7 +251,9 @@ class CoordinatorClient:
                 self._raise_failure()
                 continue
             if answer.number == asked.number:
-                return flat(spans(runs_of(answer.runs)))
+                stock = self._stocks.get((loader, epoch))
+                made = stock.made(own) if isinstance(stock, LeaseStock) else []
+                return [bound for span in joined([*spans(runs_of(answer.runs)), *made]) for bound in span]
         raise DeadlineError(
             f"rank {self._rank} waited {self._config.control_deadline_s:g} s to hear which samples all ranks have "
             "consumed; a rank is frozen or lost: see the log of rank 0 for which one"

@@ -423,11 +423,30 @@ class Runtime:
             self.feeding.weigh(count / (self.reference_samples or 1.0))
 
     def steps_made(self) -> int:
-        """Return the step of this rank's parameters, for the first optimizer; -1 if ranks do not count steps alike."""
-        for driver in list(self.drivers.values()):
-            if not driver.dropped:
-                return driver.steps if driver.active_mode is None else -1
-        return -1
+        """Return the step of this rank's parameters, for the first optimizer; -1 without one."""
+        driver = self._first_driver
+        return -1 if driver is None else driver.steps
+
+    def own_steps(self) -> int:
+        """Return the number of steps that the first optimizer has made on this rank, one in progress included."""
+        driver = self._first_driver
+        return 0 if driver is None else driver.engine.own.steps
+
+    def batch_begins(self) -> tuple[int, int]:
+        """Return what `Consumption` notes of a batch that begins now: the step of this rank's contribution, and `own`.
+
+        While an averaging is in flight that is the next one's, which will contain the batch. `own` is -1 unless this
+        rank makes its steps without the others: with servers, with a parent, or by itself.
+        """
+        driver = self._first_driver
+        active = None if driver is None else driver.active_mode
+        if driver is None or active is None:
+            return self.steps_made(), -1
+        return driver.steps + (active is driver.local and driver.local.in_flight), driver.engine.own.steps
+
+    @property
+    def _first_driver(self) -> StepDriver | None:
+        return next((driver for driver in list(self.drivers.values()) if not driver.dropped), None)
 
     def steps_begun(self) -> list[int]:
         """Return, for each optimizer in use, the first step that this rank has not wholly submitted."""

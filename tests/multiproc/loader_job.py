@@ -2,11 +2,13 @@
 
     python -m tests.multiproc.loader_job first FOLDER       epochs, then a checkpoint in the middle of one
     python -m tests.multiproc.loader_job second FOLDER      goes on from it, with any number of ranks
+    python -m tests.multiproc.loader_job alone FOLDER       states in the middle of epochs in which ranks step alone
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import star_hvd as hvd
+from star_hvd.input.sample_order import Permutation
 from tests.multiproc.modes import deadline
 from tests.multiproc.scenarios import compute, digest, model
 from tests.support.launch import write_result
@@ -105,11 +108,50 @@ def second(folder: Path) -> dict[str, Any]:
     return facts
 
 
+ALONE = ("asgd", "local(3)", "local(3,background)", "subgroup(0,1)")
+
+
+def alone(folder: Path) -> dict[str, Any]:
+    """What a state of the middle of an epoch says was consumed, and what the parameters of that moment contain.
+
+    Each sample has a parameter of its own, which changes where its gradient is applied.
+    """
+    rank, found = int(hvd.rank()), {}
+    for mode in ALONE:
+        net = torch.nn.Embedding(SAMPLES, 1)
+        inner = torch.optim.SGD(net.parameters(), lr=1.0)
+        optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), mode=mode)
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        loader = hvd.shard(own_loader(), seed=7)
+        states: list[dict[str, Any]] = []
+        while not states:
+            active = set(hvd.allgather_object(optimizer.mode, name="mode")) == {mode if mode != "asgd" else "ps(1)"}
+            before = net.weight.detach().clone()
+            for count, (numbers, _) in enumerate(loader, 1):
+                optimizer.zero_grad()
+                time.sleep(SLOW_S if rank == 2 else FAST_S)
+                net(numbers).mean().backward()
+                optimizer.step()
+                if rank == 0 and active and count % 4 == 0:
+                    optimizer.state_dict()
+                    changed = (net.weight.detach() - before).abs() > 0.01  # An averaging rounds.
+                    contained = changed.flatten().nonzero().flatten().tolist()
+                    state = loader.state_dict()
+                    order = Permutation(SAMPLES, shuffle=True, seed=7).of(state["epoch"])
+                    bounds = state["consumed"]
+                    consumed = [i for each in zip(bounds[::2], bounds[1::2], strict=True) for i in order.indices(*each)]
+                    states.append({"consumed": consumed, "contained": contained})
+            states = hvd.broadcast_object(states, 0, name="states")
+        found[mode] = states
+        optimizer.close()
+    return found
+
+
 def main(part: str, folder: Path) -> None:
     torch.set_num_threads(1)
     hvd.init()
     with deadline():
-        write_result({"first": first, "second": second}[part](folder))
+        write_result({"first": first, "second": second, "alone": alone}[part](folder))
     hvd.shutdown()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.loader_job import BATCH, SAMPLES, STOPS_AT
+from tests.multiproc.loader_job import ALONE, BATCH, SAMPLES, STOPS_AT
 from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S + 60)]
@@ -61,3 +61,13 @@ def test_an_epoch_goes_on_behind_a_checkpoint_with_another_number_of_ranks(jobs:
     assert together([each["epochs"][1] for each in jobs[1].results]) == ALL
     assert {each["epoch"] for each in jobs[1].results} == {6}
     assert len({each["digest"] for each in jobs[1].results}) == 1
+
+
+def test_a_state_where_ranks_step_alone_takes_nothing_for_consumed_that_the_parameters_lack() -> None:
+    """And repeats no more than what other ranks have begun since they last heard of new parameters."""
+    (states, *_) = run_job("tests.multiproc.loader_job", "alone", ".", ranks=3, fresh=True).check().results
+    for mode in ALONE:
+        for state in states[mode]:
+            consumed, contained = set(state["consumed"]), set(state["contained"])
+            assert consumed <= contained, (mode, sorted(consumed - contained))
+            assert len(contained - consumed) <= 2 * 3 * BATCH, (mode, sorted(contained - consumed))

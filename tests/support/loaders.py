@@ -54,6 +54,8 @@ class World:
         self.service = LeaseService(ranks, self._to_rank)
         self.weights: list[float] = []
         self.steps = [-1] * ranks
+        self.own_steps = [0] * ranks
+        self.alone = False  # Whether ranks make their steps without the others.
         self._here = threading.local()
         self._inbox: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
         self.runs = [self._run(rank, ranks) for rank in range(ranks)]
@@ -108,7 +110,7 @@ class World:
             self._inbox.put((rank, message))
 
         agent = SimpleNamespace(send=send, last_heard_s=time.monotonic())
-        client = CoordinatorClient(Config(), rank, agent, lambda: None)  # type: ignore[arg-type]
+        client = CoordinatorClient(Config(), rank, agent, lambda: None, lambda: self.steps[rank])  # type: ignore[arg-type]
         client.await_epoch_end = lambda loader, epoch: False  # type: ignore[method-assign]
         return SimpleNamespace(
             world_size=ranks,
@@ -121,6 +123,8 @@ class World:
             in_hand=None,
             steps_ended=0,
             steps_made=lambda: self.steps[rank],
+            own_steps=lambda: self.own_steps[rank],
+            batch_begins=lambda: (self.steps[rank], self.own_steps[rank] if self.alone else -1),
             asked=AskedPlans(ranks, 0),
             batch_delivered=lambda loader, index: client.batch_sizes(loader).delivered(index),
             note_input=lambda *_: None,

@@ -413,6 +413,36 @@ def test_only_batches_for_the_steps_of_the_checkpoint_count_as_consumed(monkeypa
     assert sorted(p for start, stop in spans for p in range(start, stop)) == sorted(seen)
 
 
+def test_where_ranks_step_alone_a_batch_counts_as_consumed_with_the_parameters_that_contain_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with servers: rank 1 is in the middle of its first batch while rank 0 makes two steps."""
+    world = World(2, monkeypatch)
+    loaders = world.loaders(Numbers(40), 4, shuffle=False)
+    batches = [iter(loader) for loader in loaders]
+    world.steps, world.alone = [0, 0], True
+
+    def consumed() -> list[int]:
+        world.rank = 0
+        bounds = loaders[0].state_dict()["consumed"]
+        return [p for start, stop in zip(bounds[::2], bounds[1::2], strict=True) for p in range(start, stop)]
+
+    slow = numbers([world.next(1, batches[1])])
+    seen: list[int] = []
+    for step in (1, 2):
+        seen += numbers([world.next(0, batches[0])])
+        world.steps[0], world.own_steps[0] = step, step
+    assert consumed() == sorted(seen)
+    world.steps[1] = 3  # Its gradient is in version 3, which rank 0 has not got.
+    assert consumed() == sorted(seen)
+    world.steps[0] = 3
+    assert consumed() == sorted(seen + slow)
+    seen += numbers([world.next(0, batches[0])])
+    world.own_steps[0] = 3  # A step by itself, without a new version, as between two averagings.
+    numbers([world.next(1, batches[1])])
+    assert consumed() == sorted(seen + slow)
+
+
 def test_another_epoch_cannot_be_chosen_for_a_state_of_the_middle_of_one(alone: World) -> None:
     """What was consumed would be other samples: some would be missing, and some taken twice."""
     loader = shard(Numbers(12), 2, seed=1)
