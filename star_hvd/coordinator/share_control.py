@@ -151,6 +151,10 @@ class ShareState:
         """How the last step of its epochs is divided, as ordered last."""
         return self._feed.last
 
+    @last.setter
+    def last(self, last: LastStep) -> None:
+        self._feed.last = last
+
     @property
     def pending(self) -> bool:
         """Whether a change has been proposed and not yet ordered or given up."""
@@ -242,7 +246,7 @@ class ShareState:
             self._give_up(proposal)
             return None
         order, change = found
-        self.shares, self._feed.announced, self._feed.last = proposal.shares, True, change.last
+        self.shares, self.last, self._feed.announced = proposal.shares, change.last, True
         self._remember(change.step, self.shares)
         self._send(order)
         return change

@@ -431,13 +431,13 @@ def test_shares_follow_the_loader_whose_batches_gradients_follow() -> None:
     assert state.bind(1, 6) and state.loader == 1 and not state.pending
     assert sent[-1] == ShareOrder(0, 1, False, [], 0, 0, 0), "what was proposed for the first one is given up"
     assert state.ready(1, _ready(0, 1), 9, 0.0) is None, "an answer may come later"
-    assert state.shares == (10, 10) and state.opens(LeaseAsk(0, 1, 1000, 10, False, 0), 1000) == ((10, 10), False)
+    assert state.shares == (10, 10) and state.opens(LeaseAsk(0, 1, 1000, 10, False, 0), 1000)[0] == (10, 10)
     state.propose((15, 5), now_s=0.0)
     assert state.ready(0, _ready(1, 2), 9, 0.0) is None
     change = state.ready(1, _ready(1, 2), 9, 0.0)
     assert change is not None and sent[-1] == ShareOrder(1, 2, True, [15, 5], 0, 5, 900)
-    assert state.opens(LeaseAsk(1, 1, 1000, 10, False, 0), 1000) == ((15, 5), False)
-    assert state.opens(LeaseAsk(0, 2, 1000, 10, False, 0), 1000) == ((10, 10), False)
+    assert state.opens(LeaseAsk(1, 1, 1000, 10, False, 0), 1000)[0] == (15, 5)
+    assert state.opens(LeaseAsk(0, 2, 1000, 10, False, 0), 1000)[0] == (10, 10)
 
 
 def test_speeds_are_kept_where_the_next_loader_has_equal_batches_and_learned_anew_where_not() -> None:
