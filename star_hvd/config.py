@@ -15,7 +15,8 @@ class Config:
     Attributes:
         bucket_bytes: Size of a flat gradient buffer. 25 MiB as in PyTorch DDP: large enough to amortize a
             collective, small enough to overlap with backward.
-        reference_samples: Samples that count as weight 1 in a reduction. 0 takes the size of `shard`'s first batch.
+        reference_samples: Samples, or what `hvd.weigh` counts, that make a weight of 1 in a reduction. 0 takes the size
+            of `shard`'s first batch. Only float16 needs another value, see `hvd.weigh`.
         policy: The policy of mode `auto`: `learned` (a trained predictor of time to accuracy, or the cost model where
             no predictor fits), `cost` (the cost model alone) or `rule` (thresholds).
         background: Whether the averaging of `local` overlaps with compute, and parameters from servers arrive during

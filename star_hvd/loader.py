@@ -22,7 +22,7 @@ from star_hvd.epochs.microbatches import LeasedMicrobatches
 from star_hvd.input.batch_sizes import BatchSizes
 from star_hvd.input.feeder import IN_THREAD_NOTE, Feeder
 from star_hvd.input.lease_stock import BatchSizer, LeaseStock
-from star_hvd.input.network import meets_in_pass, normalizations, trained
+from star_hvd.input.network import meets_in_pass, normalizations, trained, warn_of_parts
 from star_hvd.input.sample_order import BatchOrder, EpochOrder, Order, Permutation
 from star_hvd.input.source import Source, order_of, source_of, whole_number
 from star_hvd.input.stream import Stream
@@ -180,7 +180,7 @@ class ShardLoader:
         if self._run.reference_samples == 0:
             self._run.reference_samples = float(reference)
         self._reference_samples = self._run.reference_samples
-        self._microbatches = microbatches or 0
+        self._microbatches, self._warns = microbatches or 0, True
         if self._parts and self._feeder is not None and self._feeder.initializes_workers:
             logger.warning("shard with microbatches and a worker_init_fn: %s", IN_THREAD_NOTE)
         self.repeats = Repeats()
@@ -267,6 +267,7 @@ class ShardLoader:
     def _epoch_in_parts(self, order: EpochOrder, epoch: int, done: list[int]) -> Iterator[Any]:
         assert self._feeder is not None
         self._run.asked.check_microbatches()
+        self._warn_of_parts()
         size, parts, feeder = len(order), self._parts, self._feeder
         layout = StepLayout(
             size, self.batch_size, parts, self._run.world_size, drop_last=self._drop_last, done=_spans(done),
@@ -283,6 +284,12 @@ class ShardLoader:
         yield from LeasedMicrobatches(self._run, stock, order, feeder, layout.steps, self._note)
         self._open = None
         _end_epoch(self._run, self._number, stock.epoch)
+
+    def _warn_of_parts(self) -> None:
+        """Warn, once, of what micro-batches do to the network."""
+        if self._warns and self._run.rank == 0 and self._run.drivers:
+            self._warns = False
+            warn_of_parts(trained(driver.engine.applier.optimizer for driver in self._run.drivers.values()))
 
     def _note_network(self) -> None:
         """Find out, once, whether batches of one sample are too small for the network."""
@@ -484,6 +491,15 @@ def weigh(count: float) -> None:
 
         hvd.weigh(int(mask.sum()))
         loss.backward()
+
+    A gradient is multiplied by its weight, `count / Config.reference_samples`, before it is reduced, and weights are
+    added up. With float16 (Horovod's fp16 compressor, or a model of that type) both must stay below 65504: set
+    `Config(reference_samples=...)` to a usual `count` of one batch, which makes weights about 1, instead of leaving it
+    at the loader's batch size. It changes no result otherwise.
+
+    For a loss that is a sum over the batch (`reduction="sum"`), `hvd.weigh(1)` for every batch makes the gradient of a
+    step the mean of the ranks' sums, as in Horovod, also where batches differ in size, as in `sync(balanced)`; without
+    it, a sample of a larger batch counts for more. With micro-batches use a mean: the number of passes varies.
 
     Raises:
         ValueError: `count` is not a number above 0.

@@ -350,7 +350,8 @@ class JobState:
         self._forget_epochs(message.loader, message.epoch - 1)
         for optimizer in self.optimizers.values():
             optimizer.has_queue = optimizer.has_queue or message.samples > 0
-            optimizer.has_shares = optimizer.has_shares or (message.samples > 0 and not message.fixed)
+            sized = message.samples > 0 and message.batch > 1 and not message.fixed
+            optimizer.has_shares = optimizer.has_shares or sized
         self._start_fed(now_s)
         self.shares.state.in_step = self._fed is not None and self._fed.in_step
         self._leases.ask(rank, message, self._own_pace_s(rank), now_s)

@@ -601,6 +601,11 @@ class OptimizerState:
             why = f"{wanted.label} needs hvd.shard(..., microbatches=k), which cuts the batches"
         elif self.microbatches:
             why = f"{wanted.label} is not for micro-batches; use sync(steal), or leave microbatches out"
+        elif self.has_queue:
+            why = (
+                f"{wanted.label} needs batches whose sizes hvd.shard can choose; those of a stream, of hvd.work, of a "
+                "batch sampler and of one sample are as they are: use a map-style data set with a batch_size"
+            )
         self.no_loader_reason = why
         logger.warning("optimizer %d stays in sync: %s", self.optimizer_id, why)
 

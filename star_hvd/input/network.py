@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import torch
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["meets_in_pass", "normalizations", "trained", "warn_of_shares"]
+__all__ = ["meets_in_pass", "normalizations", "trained", "warn_of_parts", "warn_of_shares"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -34,6 +34,18 @@ def warn_of_shares(params: Iterable[torch.nn.Parameter]) -> bool:
             layers,
         )
     return bool(layers)
+
+
+def warn_of_parts(params: Iterable[torch.nn.Parameter]) -> None:
+    """Warn if a network with batch normalization is about to train with micro-batches."""
+    layers = normalizations(params)
+    if layers:
+        logger.warning(
+            "hvd.shard cuts batches and the network has %d layers of batch normalization, whose statistics are of one "
+            "pass over micro-batches: they are noisier than those of a batch, and a pass of one sample fails; use "
+            "GroupNorm or LayerNorm, or leave microbatches out",
+            layers,
+        )
 
 
 def trained(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.nn.Parameter]:

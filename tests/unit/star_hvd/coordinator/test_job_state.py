@@ -559,3 +559,18 @@ def test_what_is_said_of_a_refused_plan_is_short(plan: dict[str, Any]) -> None:
         with pytest.raises(ChannelError, match="a plan in a register message is invalid: plan ") as caught:
             Job().say(0, message)
         assert len(str(caught.value)) < 300, "an error must not carry what was received into the log"
+
+
+@pytest.mark.parametrize("ask", [LeaseAsk(0, 0, 1000, 1, False, 0), LeaseAsk(0, 0, 1000, 16, False, 0, fixed=True)])
+def test_shares_are_refused_with_the_reason_where_the_loader_s_batches_cannot_have_other_sizes(ask: LeaseAsk) -> None:
+    """Those of a batch sampler, one position each, and those of a stream; not "needs hvd.shard", which is there."""
+    job = Job()
+    job.register(Plan.sync(3, balanced=True))
+    for rank in range(3):
+        job.say(rank, ask)
+    for step in range(1, 11):
+        for rank in range(3):
+            job.arrive(rank, step)
+        job.now_s += 0.2
+        job.tick()
+    assert "whose sizes hvd.shard can choose" in job.engine.explain() and job.engine.active.plain
