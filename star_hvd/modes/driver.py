@@ -344,10 +344,17 @@ class StepDriver:
         self._start_step()
 
     @property
-    def _cannot_catch_up(self) -> bool:
-        """Whether the parameters are outdated while the program has swapped in other weights (`SwapDetector`)."""
+    def _swapped(self) -> bool:
+        """Whether the program has swapped in other weights in a mode that leaves them alone (`SwapDetector`)."""
         engine = self.engine
-        if self.active_mode is not None or not engine.plan.relaxed:
+        here = self.active_mode is None and engine.agreement.mixed and engine.replica.state.in_common_steps
+        return here and engine.replica.displaced
+
+    @property
+    def _cannot_catch_up(self) -> bool:
+        """Whether the parameters are outdated while the program has swapped in other weights."""
+        engine = self.engine
+        if self.active_mode is not None or not engine.agreement.mixed:
             return False
         with engine.lock:
             behind = not engine.replica.is_whole or engine.step != engine.next_step
@@ -379,8 +386,11 @@ class StepDriver:
     def refresh_state(self) -> None:
         """Get the newest parameters and optimizer state that this rank can get without all ranks, for a checkpoint.
 
-        In `local` they are this rank's own, since the next averaging needs all ranks.
+        In `local` they are this rank's own, since the next averaging needs all ranks. While the program has swapped in
+        other weights, which it will replace by the parameters of the present step, state stays that of this step, too.
         """
+        if self._swapped:  # Though this rank is not behind: a step may end at any moment.
+            return
         for _ in range(_MODES_BEHIND):
             active = self.active_mode
             if active is None:

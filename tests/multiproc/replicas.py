@@ -114,7 +114,7 @@ def exchanged(mode: str, how: str) -> Facts:
     Args:
         mode: The mode.
         how: `copied` into the parameters or `replaced` by `param.data`; `copied,met` with a metric that all ranks
-            average before the weights are put back.
+            average before the weights are put back, `copied,saved` with a checkpoint of them that rank 0 takes.
     """
     net, rank = model(), int(hvd.rank())
     inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
@@ -154,6 +154,8 @@ def exchanged(mode: str, how: str) -> Facts:
                 step()
         if how.endswith("met"):
             hvd.allreduce(torch.ones(1), name="metric")
+        if rank == 0 and how.endswith("saved"):
+            optimizer.state_dict()
         if rank == 0:
             wrong = [not torch.equal(p, a) for p, a in zip(net.parameters(), average, strict=True)]
             touched.append(any(wrong))

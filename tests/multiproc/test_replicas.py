@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
 
 PLAIN = ("partial(3)", "partial(1)", "subgroup(0,1,2)", "subgroup(1,2)", "local(3)", "grouped(2)", "ps(1)", "ps(3)")
 PLAIN += ("ssp(2)", "switching")
-EXCHANGED = tuple(f"exchanged:partial(2):{how}" for how in ("copied", "replaced", "copied,met"))
+EXCHANGED = tuple(f"exchanged:partial(2):{how}" for how in ("copied", "replaced", "copied,met", "copied,saved"))
 # Last: its job has no Horovod afterwards.
 NAMES = PLAIN + tuple(f"{name}:shard" for name in ("partial(3)", "subgroup(1,2)", "local(3)", "ps(2)"))
 NAMES += (*EXCHANGED, "shutdown")
