@@ -24,6 +24,7 @@ from star_hvd import build_check
 from star_hvd.channel.messages.joins import ProgramCollective
 from star_hvd.engine.collective import tune_horovod
 from star_hvd.input.joined import described
+from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
 from star_hvd.runtime.host_sets import make_host_sets
 from star_hvd.runtime.process_sets import prepare_init
@@ -183,15 +184,44 @@ def _inactive_in(function: Callable[P, R], *, meets: bool = True) -> Callable[P,
     return wrapper
 
 
-def _writing(function: Callable[P, R]) -> Callable[P, R]:
-    """Take the parameters as the program, and then the function, has written them: they replace those of the step."""
+def _drivers() -> list[StepDriver]:
+    run = runtime.current()
+    if run is None or not run.trains or not run.in_training_thread():
+        return []
+    return [driver for driver in list(run.drivers.values()) if not driver.dropped]
+
+
+def _broadcasting(function: Callable[P, R], *, state: bool) -> Callable[P, R]:
+    """Broadcast what the program has loaded on the root, whichever steps the other ranks have made meanwhile.
+
+    Ranks meet first, where they get the newest parameters: what was loaded is kept, and written back before the
+    broadcast. If servers hold the parameters, all ranks leave them, and they start again with what was broadcast.
+
+    Args:
+        function: The broadcast, of all ranks.
+        state: Whether it broadcasts an optimizer's state, which servers lack even if no parameter was written.
+    """
+
+    @functools.wraps(function)
+    def put_back_first(*args: P.args, **kwargs: P.kwargs) -> R:
+        for driver in _drivers():
+            driver.loaded.put_back()
+        return function(*args, **kwargs)
+
+    meets = _inactive_in(put_back_first)
 
     @functools.wraps(function)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        run = runtime.current()
-        for driver in list(run.drivers.values()) if run is not None and run.trains else ():
-            driver.engine.replica.accept()
-        return function(*args, **kwargs)
+        drivers = _drivers()
+        for driver in drivers:
+            driver.finish_step()
+            driver.loaded.keep()
+            driver.broadcasts, driver.loads_state = True, state
+        try:
+            return meets(*args, **kwargs)
+        finally:
+            for driver in drivers:
+                driver.broadcasts = driver.loads_state = False
 
     return wrapper
 
@@ -225,13 +255,12 @@ for _each in (
     _name_in_backward(_each)
 barrier = _inactive_in(mpi_ops.barrier)
 _synchronize = _inactive_in(mpi_ops.synchronize, meets=False)  # In different orders on different ranks, or by `poll`.
-broadcast_parameters = _writing(_inactive_in(hvd.broadcast_parameters))
+broadcast_parameters = _broadcasting(hvd.broadcast_parameters, state=False)
 broadcast_object = _inactive_in(hvd.broadcast_object)
 allgather_object = _inactive_in(hvd.allgather_object)
 
 
-@_writing
-@_inactive_in
+@functools.partial(_broadcasting, state=True)
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
     """Broadcast an optimizer's state from `root_rank`.
 

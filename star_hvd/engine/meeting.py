@@ -15,11 +15,14 @@ from dataclasses import astuple, dataclass
 import torch
 
 from star_hvd.engine.collective import HorovodCollective
-from star_hvd.errors import DeadlineError
+from star_hvd.errors import DeadlineError, StarError
 
-__all__ = ["Position", "gather_positions", "settled", "unsettled_text"]
+__all__ = ["Position", "gather_positions", "leaving_servers", "settled", "unsettled_text"]
 
 _CHECK_S = 0.02
+
+
+_KINDS = (int, int, int, int, bool, bool, bool, int, bool, int, bool)  # Of the fields of a position.
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,9 @@ class Position:
         mid_step: Whether the rank is between backward and step, or evaluates other parameters in the place of its own:
             nothing may be changed there now.
         manual_step: A step whose mean the program changed, which the other ranks may not know yet; -1 if none.
+        at_servers: Whether servers hold the parameters, and this rank's are a copy.
+        values: Checksum of the parameters if the program has written to them since they came from there, else -1.
+        leaves: Whether the rank loads a state, or broadcasts one it has loaded, which the servers lack.
     """
 
     rank: int
@@ -47,6 +53,9 @@ class Position:
     out_of_common_steps: bool
     mid_step: bool
     manual_step: int = -1
+    at_servers: bool = False
+    values: int = -1
+    leaves: bool = False
 
 
 def settled(positions: Sequence[Position], *, asked: bool) -> bool:
@@ -66,6 +75,34 @@ def settled(positions: Sequence[Position], *, asked: bool) -> bool:
     for position in free:
         furthest[position.optimizer] = max(position.step, furthest.get(position.optimizer, position.step))
     return all(position.step == furthest[position.optimizer] for position in free)
+
+
+def leaving_servers(positions: Sequence[Position]) -> list[int]:
+    """Return the optimizers, by number, whose ranks all leave their servers now, which start again with a loaded state.
+
+    They do if some rank loads or broadcasts a state, or if the program has written the same values everywhere, as by
+    loading a model. Where only some ranks have others, or each its own, the program may put the former ones back.
+
+    Raises:
+        StarError: A rank of such an optimizer is in the middle of a step.
+    """
+    found: dict[int, list[Position]] = {}
+    for position in positions:
+        found.setdefault(position.optimizer, []).append(position)
+    leaving = []
+    for number, each in found.items():
+        same = each[0].values >= 0 and all(position.values == each[0].values for position in each)
+        # Rank 0 asks for it; it may have dropped the optimizer.
+        able = any(position.at_servers for position in each) and any(position.rank == 0 for position in each)
+        if able and (same or any(position.leaves for position in each)):
+            leaving.append(number)
+            within = [position.rank for position in each if position.mid_step and position.values < 0]
+            if within:
+                raise StarError(
+                    f"a state is loaded while ranks {within} are between backward() and step(); load and broadcast it "
+                    "where all ranks are between two steps, after hvd.barrier() for example"
+                )
+    return leaving
 
 
 def unsettled_text(positions: Sequence[Position]) -> str:
@@ -93,7 +130,8 @@ def gather_positions(
     """
     from horovod.torch import mpi_ops
 
-    rows = torch.tensor([astuple(position) for position in own], dtype=torch.int64, device="cpu").reshape(-1, 8)
+    rows = torch.tensor([astuple(position) for position in own], dtype=torch.int64, device="cpu")
+    rows = rows.reshape(-1, len(_KINDS))  # None if there is no optimizer left.
     collective, limit_s = HorovodCollective(), time.monotonic() + deadline_s
     handle = mpi_ops.allgather_async(rows, name="star.meeting")
     collective.hurry()
@@ -105,4 +143,4 @@ def gather_positions(
                 "name those that are missing"
             )
     found = mpi_ops.synchronize(handle).tolist()
-    return [Position(*row[:4], *(bool(value) for value in row[4:7]), *row[7:]) for row in found]
+    return [Position(*(kind(value) for kind, value in zip(_KINDS, row, strict=True))) for row in found]

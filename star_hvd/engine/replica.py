@@ -12,7 +12,7 @@ steps are then replayed. Each line: a call, the states it is made in, the states
     push               CURRENT, REPLAYABLE                    REPLAYABLE
     push               any other                              the same
     advance            any                                    the same
-    catch_up           REPLAYABLE                             CURRENT
+    catch_up           REPLAYABLE                             CURRENT, STALE
     catch_up           AVERAGE_PENDING                        CURRENT, AVERAGE_PENDING
     catch_up           any other                              the same
     replay_one         any                                    the same
@@ -37,6 +37,8 @@ A step that no longer concerns these parameters changes nothing: `push` and `can
 
 While the program has other values in the live parameters (`displaced`), an average of them that it evaluates say, they
 are not those of `step`: nothing is copied from them, and what ended meanwhile is fetched from another rank later.
+Values that it loads (`set_aside`) replace those of `step` once all ranks have them; until then no step is applied to
+them either. For both, `replay_one` and `catch_up` end in `cannot_replay` where they would have to.
 """
 
 from __future__ import annotations
@@ -121,6 +123,8 @@ class Replica:
         self._shadow: Shadow | None = None
         self._swaps = SwapDetector(applier.buckets)
         self._accepted = False  # Whether what the program writes replaces the parameters, until they are written here.
+        self._set_aside = False  # Whether steps that wait belong to other values than the live parameters'.
+        self.state_loaded = False  # Whether the program has loaded the optimizer's state, since it was written here.
         self._streams = applier.streams
         self._written = self._streams.give(PARAMS)
         self._copied = Fences()
@@ -237,8 +241,12 @@ class Replica:
     # ---- streams ----------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[None]:
-        """The caller, the training thread, changes live parameters, optimizer state or buckets inside the block."""
+    def writing(self, *, parameters: bool = True) -> Iterator[None]:
+        """The caller, the training thread, changes live parameters, optimizer state or buckets inside the block.
+
+        Args:
+            parameters: Whether parameters are among them.
+        """
         with self.apply_lock:
             self._copied.order()
             self.reuse_buckets()
@@ -246,14 +254,44 @@ class Replica:
                 yield
             finally:
                 self.writes += 1
-                self._swaps.note()
-                self._accepted = False
+                if parameters:
+                    self._swaps.note()
+                    self._accepted = self._set_aside = self.state_loaded = False
                 self._written = self._streams.give(PARAMS)
 
     def accept(self) -> None:
-        """Called by the training thread: the program loads or broadcasts a state, which replaces that of the step."""
+        """Called by the training thread: all ranks have what the program has written, and train on with it."""
         with self.apply_lock:
-            self._accepted = True
+            self._accepted, self._set_aside, self.state_loaded = True, False, False
+
+    def set_aside(self, *, state_loaded: bool = False) -> None:
+        """Called by the training thread: the program has loaded values, which replace those of the step on all ranks.
+
+        Steps that the other ranks make before they have these values must not be applied to them: this rank fetches.
+
+        Args:
+            state_loaded: Whether the optimizer's state is among them.
+        """
+        with self.apply_lock:
+            self._accepted = self._set_aside = True
+            self.state_loaded = self.state_loaded or state_loaded
+
+    @property
+    def loaded(self) -> bool:
+        """Whether the program has written to the live parameters, as far as `SwapDetector` can tell."""
+        with self.apply_lock:
+            return self._swaps.written()
+
+    @property
+    def left_alone(self) -> bool:
+        """Whether what the program has in the live parameters' place, or has loaded, must stay for now."""
+        with self.apply_lock:
+            return self._set_aside or self.displaced
+
+    def loaded_snapshot(self, *, state_too: bool) -> Snapshot:
+        """Copy what the program has loaded; for the training thread."""
+        with self.apply_lock, self.copying():
+            return _snapshot_of(self.applier, self.step, state_too)
 
     @property
     def displaced(self) -> bool:
@@ -286,6 +324,10 @@ class Replica:
         """Take the shadow over and apply the queue."""
         with self.apply_lock:
             self._take_shadow_over()
+            if self._set_aside:
+                with self.lock:
+                    if self.queue and self.state is ReplicaState.REPLAYABLE:
+                        self.cannot_replay()
             while self._apply_next():
                 pass
 
@@ -365,12 +407,17 @@ class Replica:
             ],
         )
 
-    def load(self, snapshot: Snapshot) -> None:
-        """Copy a snapshot into the live parameters; a parameter without state in it keeps its optimizer state."""
+    def load(self, snapshot: Snapshot, *, parameters: bool = True) -> None:
+        """Copy a snapshot into the live parameters; a parameter without state in it keeps its optimizer state.
+
+        Args:
+            snapshot: Parameters and state.
+            parameters: False to copy the optimizer's state only.
+        """
         self.overwritten()
         params = [param for bucket in self.applier.buckets for param in bucket.params]
-        with self.writing(), torch.no_grad():
-            for param, value in zip(params, snapshot.params, strict=True):
+        with self.writing(parameters=parameters), torch.no_grad():
+            for param, value in zip(params, snapshot.params if parameters else (), strict=parameters):
                 param.copy_(value)
             for param, state in zip(params, snapshot.state, strict=True):
                 if state:
@@ -393,7 +440,7 @@ class Replica:
                 with self.copying():
                     shadow = Shadow(self.applier, step)
                 # Asked behind the copy: the program may have begun to change them meanwhile.
-                if self.displaced:  # A queue would grow for as long as the program keeps them.
+                if self.displaced or self._set_aside:  # A queue would grow for as long as the program keeps them.
                     with self.lock:
                         self.cannot_replay()
                         self._changed()

@@ -511,6 +511,12 @@ class StepEngine:
             self.replica.load(snapshot)
             self.note_step(snapshot.step)
 
+    def adopt_optimizer_state(self, snapshot: Snapshot) -> None:
+        """As `adopt_state` where the program has other values in the parameters, which stay."""
+        snapshot = self.replica.placed(snapshot)
+        with self.replica.apply_lock:
+            self.replica.load(snapshot, parameters=False)
+
     def fold_late(self, bucket: Bucket, flat: torch.Tensor) -> bool:
         """Add a bucket's late gradient to a contribution outside a reduced step; the sender counts it."""
         with self.lock:

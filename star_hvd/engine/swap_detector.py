@@ -36,18 +36,31 @@ class SwapDetector:
         self._values: list[npt.NDArray[np.uint8]] = []  # Views of the parameters' memory.
         self._places: list[int] = []
         self._seen: list[bytes] = []
+        self._versions: list[int] = []
 
     def note(self) -> None:
         """Remember the parameters as they are."""
         if not self._params or self._places != self._present_places():
             self._choose()
         self._seen = [value.tobytes() for value in self._values]
+        self._versions = self._present_versions()
 
     def moved(self) -> bool:
         """Whether the parameters differ from those remembered; False before the first `note`."""
         if self._places != self._present_places():
             return True
         return any(seen != value.tobytes() for seen, value in zip(self._seen, self._values, strict=True))
+
+    def written(self) -> bool:
+        """As `moved`, but on a device also if tensors were written to, e.g. by `load_state_dict`.
+
+        True for good, too, if former values were put back in this way, so it is only for where a state is loaded.
+        """
+        return self.moved() or self._versions != self._present_versions()
+
+    def _present_versions(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [param._version for param in self._params if param.device.type != "cpu"]
 
     def _present_places(self) -> list[int]:
         # Through the base class, to read it without waiting for a parameter behind a gate.

@@ -25,10 +25,12 @@ from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError, RankLostError, StarError
 from star_hvd.modes.arriving import Gates
 from star_hvd.modes.helper import Helper
+from star_hvd.modes.loaded_values import LoadedValues
 from star_hvd.modes.local_sgd import LocalSteps
 from star_hvd.modes.mode_switcher import ModeSwitcher, Services, Steps
 from star_hvd.modes.own_work import OwnWork
 from star_hvd.modes.phase import Phase
+from star_hvd.modes.ps_worker import ServerSteps
 from star_hvd.modes.step_reporter import StepReporter
 from star_hvd.modes.subgroup_child import ChildSteps
 from star_hvd.telemetry.step_timeline import StepTimeline
@@ -85,6 +87,9 @@ class StepDriver:
         equal_batches: Why batches that differ between ranks are refused, empty if they are not.
         overlapped: Its overlapped steps, if it has any.
         no_overlap: Says why it has none although they were asked for, else empty.
+        loaded: What the program has loaded into the parameters.
+        loads_state: Whether the program loads or broadcasts this optimizer's state now.
+        broadcasts: Whether it broadcasts parameters or a state now.
         on_stop: Functions called when it ends.
         timeline: Samples when buckets travel and how long the training thread waits for them.
     """
@@ -121,8 +126,10 @@ class StepDriver:
         self._phase = Phase(config.grace_fraction)
         self._own_work = OwnWork(self.timer, self.reporter, config.step_deadline_s)
         self.equal_batches = ""
+        self.loads_state = self.broadcasts = False
         self._helper = Helper(number, send, config.step_deadline_s, self._leave)
         self.engine: StepEngine
+        self.loaded: LoadedValues
         self.switcher: ModeSwitcher
         self.local: LocalSteps
 
@@ -130,6 +137,7 @@ class StepDriver:
         """Take charge of an engine and start its helper."""
         self.engine = engine
         self.reporter.start(engine)
+        self.loaded = LoadedValues(engine, self._program_wrote)
         self.local = engine.averaging = LocalSteps(engine, self._await_own, background=self._config.background)
         self.switcher = ModeSwitcher(
             self.number,
@@ -348,22 +356,36 @@ class StepDriver:
         """Whether the program has swapped in other weights in a mode that leaves them alone (`SwapDetector`)."""
         engine = self.engine
         here = self.active_mode is None and engine.agreement.mixed and engine.replica.state.in_common_steps
-        return here and engine.replica.displaced
+        return here and not self.broadcasts and engine.replica.left_alone
 
     @property
     def _cannot_catch_up(self) -> bool:
-        """Whether the parameters are outdated while the program has swapped in other weights."""
-        engine = self.engine
-        if self.active_mode is not None or not engine.agreement.mixed:
+        """Whether the parameters are outdated while the program has swapped in, or loaded, other weights."""
+        engine, active = self.engine, self.active_mode
+        if isinstance(active, ServerSteps):
+            return active.program_wrote()
+        if active is not None or not engine.agreement.mixed:
             return False
         with engine.lock:
             behind = not engine.replica.is_whole or engine.step != engine.next_step
-        return behind and engine.replica.displaced
+        return behind and not self.broadcasts and engine.replica.left_alone
+
+    def _program_wrote(self) -> bool:
+        """Whether the program has written to the parameters since the last step, or since they were received."""
+        active = self.active_mode
+        return active.program_wrote() if isinstance(active, ServerSteps) else self.engine.replica.loaded
+
+    @property
+    def at_servers(self) -> bool:
+        """Whether servers hold the parameters and the state, or have done so and this rank has yet to leave them."""
+        return self.state_is_elsewhere or isinstance(self.active_mode, ServerSteps)
 
     def position(self) -> Position:
         """Return where this rank is, for a meeting of all ranks."""
         engine, active = self.engine, self.active_mode
-        mid_step = self.mid_step() or self._cannot_catch_up
+        within, wrote, at_servers = self.mid_step(), self._program_wrote(), self.at_servers
+        mid_step = within or self._cannot_catch_up
+        values = engine.applier.checksum() if wrote and not within else -1
         with engine.lock:
             local = engine.plan.mode == "local"
             reduced = engine.taking_part and not local  # Else other ranks know which step is the newest.
@@ -381,6 +403,9 @@ class StepDriver:
                 out_of_common_steps=not follows and (active is not None or not reduced),
                 mid_step=mid_step,
                 manual_step=-1 if engine.unreported_manual is None else engine.unreported_manual,
+                at_servers=at_servers,
+                values=values,
+                leaves=at_servers and not within and (self.loads_state or (self.broadcasts and wrote)),
             )
 
     def refresh_state(self) -> None:
@@ -434,9 +459,12 @@ class StepDriver:
     def bring_state_home(self) -> None:
         """Leave servers and fetch the state from them, on all ranks alike; afterwards the plan is `sync`.
 
+        What the program has loaded into the parameters stays there.
+
         Raises:
             DeadlineError: The mode did not end in time.
         """
+        loaded = self.loaded.copy()
         if self.engine.rank == 0:
             self._send(Restart(self.number))
         limit_s = time.monotonic() + self._config.control_deadline_s
@@ -445,13 +473,16 @@ class StepDriver:
                 if time.monotonic() > limit_s:
                     raise DeadlineError(
                         f"{self.engine.plan.label} did not end within {self._config.control_deadline_s:g} s; "
-                        "load_state_dict has to be called on all ranks alike"
+                        "a state is loaded on all ranks alike, or on one rank that broadcasts it"
                     )
                 time.sleep(_POLL_S)
                 if not self.state_is_elsewhere:
                     if self.active_mode is not None:
                         self.active_mode.drain()
                     self._change_mode()
+            if loaded is not None and self.engine.replica.state.needs_fetch:
+                self._catch_up()  # Now, since it would replace what is written next.
+        self.loaded.write(loaded)
 
     def set_inactive(self, inactive: bool) -> None:
         """Note that the training thread, which calls this, leaves or re-enters its loop. Does not wait for others."""

@@ -24,7 +24,7 @@ from scheduler.records import Plan
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.errors import DeadlineError
+from star_hvd.errors import DeadlineError, StarError
 from star_hvd.modes.arriving import ArrivingParameters, Gates
 
 __all__ = ["Client", "Outcome", "ServerSteps", "StepInfo"]
@@ -148,7 +148,7 @@ class ServerSteps:
             self._arriving = ArrivingParameters(engine, client, gates, deadline_s, on_wait, check_ranks, look_s)
         self._begun = False  # Whether this step's push has started within backward, with nothing changed since.
         self._given: dict[int, tuple[int, int]] = {}  # Buckets sent before `step`, with their `_state_of` then.
-        # The parameters as received: their version and the client's buffers, until the next push.
+        # The parameters as received: their version and values, in the client's buffers, until the next push.
         self._held: tuple[int, Sequence[torch.Tensor]] | None = None
         self._on_their_way: Sequence[torch.Tensor] = ()
         self._compressed = compressed if not engine.streams.devices else None
@@ -197,6 +197,7 @@ class ServerSteps:
         """
         engine = self._engine
         self._finish_arriving()
+        self._refuse_written_parameters()
         engine.own.steps += 1
         engine.applier.clip()  # Here, since no process ever holds the whole averaged gradient.
         flats, version = self._contribution(skip=skip), engine.step
@@ -244,6 +245,22 @@ class ServerSteps:
         small = {index: data for (index, _, _), data in zip(ranges, made, strict=True) if data is not None}
         self._small |= small
         return small
+
+    def _refuse_written_parameters(self) -> None:
+        """Raise if the program has changed the parameters for good: servers do not know of it and would undo it.
+
+        Raises:
+            StarError: It has.
+        """
+        # Few values are compared in every step, all of them if these differ.
+        if self._held is not None and self._engine.replica.displaced and self._known() is None:
+            raise StarError(
+                f"rank {self._engine.rank}: the program changed parameters in mode {self.plan.label}, whose servers "
+                "hold their own and would undo that in this step. To load a state, do so on all ranks alike where they "
+                "all meet, and call hvd.barrier() before the next step; or load it on one rank and call "
+                "hvd.broadcast_parameters(). A program that changes parameters between steps needs mode='sync' or "
+                "accuracy='exact'"
+            )
 
     def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
         return self._push(flats, count=1)
@@ -322,7 +339,7 @@ class ServerSteps:
                 self._held, self._on_their_way = None, outcome.params
             else:
                 self._copy(outcome.params)
-                self._held = outcome.version, outcome.params
+                self._held = outcome.version, self._values(outcome.params)
             engine.note_step(outcome.version)
         if outcome.plan_id > engine.plan.plan_id:
             plan = self._plan_of(outcome.plan_id)
@@ -335,11 +352,16 @@ class ServerSteps:
                 for param, view in zip(bucket.params, bucket.split(flat), strict=True):
                     param.copy_(view)
 
+    def _values(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return views of flat parameters, one per parameter."""
+        pairs = zip(self._engine.applier.buckets, flats, strict=True)
+        return [view for bucket, flat in pairs for view in bucket.split(flat)]
+
     def _finish_arriving(self) -> None:
         """Wait for parameters that are still arriving, before they are used otherwise."""
         version = self._arriving.finish() if self._arriving is not None else None
         if version is not None:
-            self._held = version, self._on_their_way
+            self._held = version, self._values(self._on_their_way)
         if version is not None and version < self._engine.step:  # From a server that was restarted meanwhile.
             self._engine.note_step(version)
 
@@ -350,12 +372,20 @@ class ServerSteps:
         """
         if self._held is None:
             return None
-        version, flats = self._held
-        for bucket, flat in zip(self._engine.applier.buckets, flats, strict=True):
-            for param, view in zip(bucket.params, bucket.split(flat), strict=True):
-                if not torch.equal(param.detach().cpu(), view.to(param.dtype)):
-                    return None
+        version, values = self._held
+        params = (param for bucket in self._engine.applier.buckets for param in bucket.params)
+        for param, value in zip(params, values, strict=True):
+            if not _same(param.detach().cpu(), value.to(param.dtype)):
+                return None
         return version
+
+    def program_wrote(self) -> bool:
+        """Whether the program has written to the parameters since they were received, and the values are still there.
+
+        Called where ranks meet or a state is loaded; waits for parameters that are arriving.
+        """
+        self._finish_arriving()
+        return self._known() is None if self._held is not None else self._engine.replica.loaded
 
     def catch_up(self) -> None:
         """Get the newest parameters, e.g. at the end of an epoch; those already here are not sent again."""
@@ -366,10 +396,18 @@ class ServerSteps:
                 self._write(Outcome("params", reply.version, reply.plan_id, reply.params))
 
     def refresh_state(self) -> None:
-        """Get parameters and optimizer state of one consistent version, for a checkpoint."""
-        self._finish_arriving()
+        """Get parameters and optimizer state of one consistent version, for a checkpoint.
+
+        Parameters that the program has written stay; the optimizer's state is the newest all the same.
+        """
+        wrote = self.program_wrote()
         if not self.over:
-            self._engine.adopt_state(self.client.state(self._deadline_s))
+            snapshot = self.client.state(self._deadline_s)
+            if wrote:
+                self._engine.adopt_optimizer_state(snapshot)
+                return
+            self._engine.adopt_state(snapshot)
+            self._held = snapshot.step, snapshot.params
 
     def set_inactive(self, inactive: bool) -> None:
         """Tell the servers whether to wait for this rank's gradients."""
@@ -394,6 +432,11 @@ class ServerSteps:
         """Leave the mode, which has ended; the client stays until the final state has been fetched."""
         if self._arriving is not None:
             self._arriving.stop()
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether tensors are equal, where NaN equals NaN."""
+    return torch.equal(one, other) or torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _state_of(flat: torch.Tensor) -> tuple[int, int]:

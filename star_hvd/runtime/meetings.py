@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from star_hvd.channel.messages.base import Message
-from star_hvd.engine.meeting import Position, gather_positions, settled, unsettled_text
+from star_hvd.engine.meeting import Position, gather_positions, leaving_servers, settled, unsettled_text
 from star_hvd.errors import DeadlineError
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime.inactivity import Inactivity
@@ -50,7 +50,7 @@ class Meetings:
         """The thread that trains."""
         return self._training_thread
 
-    def _in_training_thread(self) -> bool:
+    def in_training_thread(self) -> bool:
         """Whether the calling thread trains; the main thread counts too once the training thread has ended."""
         caller, trains = threading.current_thread(), self._training_thread
         return caller is trains or (caller is threading.main_thread() and not trains.is_alive())
@@ -58,7 +58,7 @@ class Meetings:
     @property
     def meets(self) -> bool:
         """Whether `meeting` would meet, and not only be inactive."""
-        return not self._inactivity.inside and self._in_training_thread()
+        return not self._inactivity.inside and self.in_training_thread()
 
     @contextlib.contextmanager
     def inactive(self, reason: str, *, out_of_data: bool) -> Iterator[None]:
@@ -79,7 +79,7 @@ class Meetings:
     ) -> Iterator[None]:
         """See `Runtime.meeting`."""
         with self.inactive(reason, out_of_data=out_of_data):
-            if if_true() and not self._inactivity.nested and self._in_training_thread():
+            if if_true() and not self._inactivity.nested and self.in_training_thread():
                 self.meet(reason, deadline_s, out_of_data=out_of_data)
             yield
 
@@ -97,9 +97,12 @@ class Meetings:
         limit_s, asked = time.monotonic() + deadline_s, False
         while True:
             # A dropped optimizer has no reference left, and its helper may already have ended on some ranks.
-            own = [driver.position() for driver in list(self._drivers.values()) if not driver.dropped]
+            own = self._positions()
             found = gather_positions(own, self._check, deadline_s, reason)
-            if settled(found, asked=asked):
+            leaving = leaving_servers(found)
+            if leaving:
+                self._leave_servers(leaving, reason, out_of_data=out_of_data)
+            elif settled(found, asked=asked):
                 return
             for position in found:
                 if position.manual_step >= 0 and position.optimizer in self._drivers:
@@ -109,10 +112,36 @@ class Meetings:
                     f"ranks did not get to one step within {deadline_s:g} s at {reason}: {unsettled_text(found)}; see "
                     "the logs of those behind, or raise Config.step_deadline_s"
                 )
+            if leaving:
+                continue
             if asked:
                 time.sleep(_POLL_S)  # Wait for something in flight: the end of a step, or the message about it.
             self._catch_up(own, reason, out_of_data=out_of_data)
             asked = True
+
+    def _positions(self) -> list[Position]:
+        return [driver.position() for driver in list(self._drivers.values()) if not driver.dropped]
+
+    @torch.inference_mode(False)
+    def leave_servers(self, reason: str, driver: StepDriver, deadline_s: float) -> None:
+        """See `Runtime.leave_servers`."""
+        with self.inactive(reason, out_of_data=False):
+            driver.loads_state = True
+            try:
+                found = gather_positions(self._positions(), self._check, deadline_s, reason)
+                self._leave_servers(leaving_servers(found), reason, out_of_data=False)
+            finally:
+                driver.loads_state = False
+
+    def _leave_servers(self, numbers: list[int], reason: str, *, out_of_data: bool) -> None:
+        """Leave the servers of these optimizers, active: no rank makes a step meanwhile."""
+        self._inactivity.leave(reason)
+        try:
+            for driver in (self._drivers[number] for number in numbers if number in self._drivers):
+                if not driver.dropped:
+                    driver.bring_state_home()
+        finally:
+            self._inactivity.enter(reason, out_of_data=out_of_data)
 
     def _catch_up(self, own: list[Position], reason: str, *, out_of_data: bool) -> None:
         """Catch up, and be active meanwhile unless in the middle of a step: `local`, for one, averages active ranks."""

@@ -360,7 +360,6 @@ class Runtime:
             DeadlineError: Not all ranks came in time.
             StarError: Another rank is in a collective that needs this rank's data.
         """
-
         last = -1
 
         def all_joined() -> bool:
@@ -370,6 +369,20 @@ class Runtime:
 
         with self.meeting("join", out_of_data=True, if_true=all_joined):
             return last
+
+    def leave_servers(self, reason: str, driver: StepDriver) -> None:
+        """Leave the servers of an optimizer, whose state is about to be loaded, together with the other ranks.
+
+        Collective: the other ranks load it, too, or are in a meeting.
+
+        Raises:
+            DeadlineError: Not all ranks came within `step_deadline_s`, or the mode did not end.
+        """
+        self._meetings.leave_servers(reason, driver, self.config.step_deadline_s)
+
+    def in_training_thread(self) -> bool:
+        """Whether the calling thread is the one that trains."""
+        return self._meetings.in_training_thread()
 
     # ---- steps of micro-batches ---------------------------------------------------------------------------------
 

@@ -433,14 +433,14 @@ class BucketCore:
             self.driver.refresh_state()
 
     def leave_remote_state(self) -> None:
-        """Before a state is loaded, on all ranks: leave a mode in which servers or other ranks hold the state."""
+        """Before a state is loaded: leave a mode in which servers hold the state.
+
+        All ranks load it, or the others come to a collective in which they get it. The parameters stay if the program
+        has loaded them.
+        """
         running = runtime.current()
-        if running is None or not self.attached_to(running):
-            return
-        if self.driver.state_is_elsewhere:
-            with running.inactive("load_state_dict"):
-                running.client.await_all("load_state_dict", self._config.step_deadline_s)
-            self.driver.bring_state_home()
+        if running is not None and self.attached_to(running) and self.driver.at_servers:
+            running.leave_servers("load_state_dict", self.driver)
 
     def save_residuals(self, state: dict[str, Any]) -> None:
         """Add this rank's compression residuals (what is still to be sent) to an optimizer's state."""
@@ -451,7 +451,7 @@ class BucketCore:
     def state_loaded(self, state: Mapping[str, Any]) -> None:
         """Load what `save_residuals` added on this rank; parameters are loaded, too, before or behind this."""
         if self._attached is not None and self.attached_to(runtime.current()):
-            self.driver.engine.replica.accept()
+            self.driver.engine.replica.set_aside(state_loaded=True)
         if self.wire is not None:
             self.wire.load(state.get(STATE_KEY), self._indices())
 

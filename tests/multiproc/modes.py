@@ -128,6 +128,81 @@ def checkpoint(mode: str) -> Facts:
     return finish(net, optimizer) | facts
 
 
+def _model_first(net: torch.nn.Module, optimizer: Any, state: Any) -> None:
+    net.load_state_dict(state[1])
+    optimizer.load_state_dict(state[0])
+
+
+def _model_alone(net: torch.nn.Module, optimizer: Any, state: Any) -> None:
+    net.load_state_dict(state[1])
+    hvd.barrier()
+
+
+def _model_at_root(net: torch.nn.Module, optimizer: Any, state: Any) -> None:
+    if int(hvd.rank()) == 0:
+        net.load_state_dict(state[1])
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+
+
+def _both_at_root(net: torch.nn.Module, optimizer: Any, state: Any) -> None:
+    if int(hvd.rank()) == 0:
+        optimizer.load_state_dict(copy.deepcopy(state[0]))
+        net.load_state_dict(state[1])
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+
+
+def _both_at_root_model_first(net: torch.nn.Module, optimizer: Any, state: Any) -> None:
+    if int(hvd.rank()) == 0:
+        net.load_state_dict(state[1])
+        optimizer.load_state_dict(copy.deepcopy(state[0]))
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+WAYS = (_model_first, _model_alone, _model_at_root, _both_at_root, _both_at_root_model_first)
+
+
+def reload(mode: str) -> Facts:
+    """A checkpoint is loaded in all ways that programs have; the steps that follow, of size 0, keep what was loaded."""
+    net, number = model(), 0
+    inner = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=mode, config=CONFIG)
+
+    def steps(count: int) -> None:
+        """So many, and more until the mode is in force."""
+        nonlocal number
+        last, began_s = number + count, time.monotonic()
+        while number < last or (optimizer.mode != mode and within(began_s)):
+            optimizer.zero_grad()
+            compute(net, batch(number), FAST_S)
+            optimizer.step()
+            number += 1
+
+    steps(1)
+    hvd.barrier()
+    state = copy.deepcopy(hvd.broadcast_object((optimizer.state_dict(), net.state_dict()), 0, name="reload"))
+    ways: dict[str, Any] = {}
+    for load in WAYS:
+        steps(4 + int(hvd.rank()))
+        hvd.barrier()
+        before = optimizer.mode
+        load(net, optimizer, state)
+        found = {"before": before, "loaded": digest(net)}
+        if load not in (_model_alone, _model_at_root):
+            momentum = inside(optimizer).base.state_dict(optimizer)["state"].values()
+            pairs = zip(momentum, state[0]["state"].values(), strict=True)
+            found["same"] = all(torch.equal(a["momentum_buffer"], b["momentum_buffer"]) for a, b in pairs)
+        optimizer.param_groups[0]["lr"] = 0.0
+        steps(2)
+        hvd.barrier()
+        ways[load.__name__] = found | {"behind": digest(net)}
+        optimizer.param_groups[0]["lr"] = 0.02
+    saved = model()
+    saved.load_state_dict(state[1])
+    return finish(net, optimizer) | {"ways": ways, "saved": digest(saved)}
+
+
 def summed(mode: str) -> Facts:
     """op=Sum: the mode is asked for, and `sync` trains on where it does not suit."""
     net = model()
@@ -299,6 +374,8 @@ def one(name: str) -> Facts:
         return many_sets()
     if name.startswith("summed:"):
         return summed(name.partition(":")[2])
+    if name.startswith("reload:"):
+        return reload(name.partition(":")[2])
     return checkpoint(name.partition(":")[2]) if name.startswith("checkpoint:") else train(name, 40)
 
 

@@ -6,6 +6,8 @@ each collective the ranks compare their parameters by plain Horovod, which star_
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import random
 import sys
 import time
@@ -18,17 +20,18 @@ import torch
 import star_hvd as hvd
 from tests.multiproc.modes import CONFIG, MODES, deadline, publish, within
 from tests.multiproc.scenarios import Facts, batch, compute, digest, model, run_each
-from tests.support.inside import driver_of
+from tests.support.inside import driver_of, inside
 
 SCHEDULES = 6  # Of each mode.
 PAUSES_S = [0.0] * 12 + [0.002, 0.01, 0.03]
 
-COLLECTIVES: dict[str, Callable[[], Any]] = {
-    "allreduce": lambda: hvd.allreduce(torch.ones(3)),
-    "barrier": lambda: hvd.barrier(),
-    "allgather": lambda: hvd.allgather(torch.ones(1)),
-    "broadcast_object": lambda: hvd.broadcast_object({"epoch": 1}, 0, name="epoch"),
-    "allgather_object": lambda: hvd.allgather_object(1, name="metric"),
+COLLECTIVES: dict[str, Callable[[torch.nn.Module], Any]] = {
+    "allreduce": lambda net: hvd.allreduce(torch.ones(3)),
+    "barrier": lambda net: hvd.barrier(),
+    "allgather": lambda net: hvd.allgather(torch.ones(1)),
+    "broadcast_object": lambda net: hvd.broadcast_object({"epoch": 1}, 0, name="epoch"),
+    "allgather_object": lambda net: hvd.allgather_object(1, name="metric"),
+    "broadcast_parameters": lambda net: hvd.broadcast_parameters(net.state_dict(), 0),
 }
 
 
@@ -63,7 +66,7 @@ def schedule(seed: int, net: torch.nn.Module, optimizer: Any, shard: Iterable[An
     if own.random() < 0.3:
         optimizer.state_dict()  # On any rank alone, as for a checkpoint.
     name = common.choice(sorted(COLLECTIVES))
-    COLLECTIVES[name]()
+    COLLECTIVES[name](net)
     found = differences(net, optimizer)
     net.eval()
     with torch.no_grad():
@@ -147,7 +150,8 @@ def exchanged(mode: str, how: str) -> Facts:
         if rank == 0:
             own, first = [param.detach().clone() for param in net.parameters()], engine.next_step
             put(average)
-            while engine.next_step < first + 4 and within(began_s):  # The others make steps.
+            # The others make steps; at servers this rank does not hear of them.
+            while engine.plan.family == "all_ranks" and engine.next_step < first + 4 and within(began_s):
                 time.sleep(0.01)
         else:
             for _ in range(6):
@@ -168,12 +172,74 @@ def exchanged(mode: str, how: str) -> Facts:
     return {"touched": touched, "wrong": found, "at_the_end": differences(net, optimizer), "stats": stats}
 
 
+def momentum(optimizer: Any) -> str:
+    """A digest of the optimizer's state on this rank."""
+    state = inside(optimizer).base.state_dict(optimizer)["state"]
+    return hashlib.sha256(b"".join(state[i]["momentum_buffer"].numpy().tobytes() for i in sorted(state))).hexdigest()
+
+
+def loaded(mode: str, how: str) -> Facts:
+    """Rank 0 loads a checkpoint while the others train on, and broadcasts it once they have come, too.
+
+    Args:
+        mode: The mode.
+        how: `model` alone, or `both`, the optimizer's state too.
+    """
+    net, rank, number = model(), int(hvd.rank()), 0
+    inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=mode, config=CONFIG)
+    began_s = time.monotonic()
+
+    def step() -> None:
+        nonlocal number
+        optimizer.zero_grad()
+        compute(net, batch(number), 0.004)
+        optimizer.step()
+        number += 1
+
+    while optimizer.mode == "sync" and within(began_s):
+        step()
+    hvd.barrier()
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    expected = digest(net), momentum(optimizer) if mode.startswith("partial") else ""
+    wrong, engine = [], driver_of(optimizer).engine
+    for _ in range(3):
+        for _ in range(4):
+            step()
+        if rank == 0:
+            first = engine.next_step
+            net.load_state_dict(saved[0])
+            if how == "both":
+                optimizer.load_state_dict(copy.deepcopy(saved[1]))
+            while mode.startswith("partial") and engine.next_step < first + 4 and within(began_s):
+                time.sleep(0.01)  # The others make steps without this rank.
+        else:
+            for _ in range(6):
+                step()
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        if how == "both":
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        wrong += differences(net, optimizer)
+        wrong += ["parameters"] * (digest(net) != expected[0])
+        if mode.startswith("partial"):  # In the other modes a rank's state is its own, or not its concern.
+            states = {*horovod.allgather_object(momentum(optimizer), name="states")}
+            wrong += ["state"] * (len(states) > 1 or (how == "both" and states != {expected[1]}))
+        step()
+        hvd.barrier()
+        wrong += differences(net, optimizer)
+    optimizer.close()
+    return {"wrong": wrong, "at_the_end": differences(net, optimizer), "stats": optimizer.stats()}
+
+
 def one(name: str) -> Facts:
     if name == "shutdown":
         return after_shutdown()
     if name.startswith("exchanged"):
         _, mode, how = name.split(":")
         return exchanged(mode, how)
+    if name.startswith("loaded"):
+        _, mode, how = name.split(":")
+        return loaded(mode, how)
     mode, _, how = name.partition(":")
     return train(mode, sharded=how == "shard")
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from star_hvd.coordinator.set_ledger import MOST_SETS
-from tests.multiproc.modes import LEAST_SWITCHES
+from tests.multiproc.modes import LEAST_SWITCHES, WAYS
 from tests.support.launch import JOB_LIMIT_S
 from tests.support.shared import facts_of as shared_facts
 
@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(4 * JOB_LIMIT_S)]
 
 RANKS = 4
 CHECKPOINTS = ("checkpoint:ps(2)", "checkpoint:grouped(2)", "checkpoint:subgroup(0,1,2)", "checkpoint:local(4)")
+RELOADED = ("reload:ps(2)", "reload:grouped(2)")
 FIXED = (
     "local(5)", "local(0.2s)", "subgroup(0,1,2)", "ssgd", "asgd", "ps(2)", "ssp(2)", "dynsgd", "ps(backup=1)",
     "ps(grace=1)",
@@ -22,13 +23,13 @@ FIXED = (
 FIXED += ("ps(dynamic)", "grouped(2)")
 SUMMED = ("summed:local(2)", "summed:ps(2)", "summed:partial(3)")
 BACKGROUND = ("local(5)", "local(0.2s)", "checkpoint:local(4)", "ssgd", "ps(2)", "ps(backup=1)", "checkpoint:ps(2)")
-BACKGROUND += ("subgroup(0,1,2)", "checkpoint:subgroup(0,1,2)", "switch:3:45:slow")
+BACKGROUND += ("reload:ps(2)", "subgroup(0,1,2)", "checkpoint:subgroup(0,1,2)", "switch:3:45:slow")
 TRANSMISSION = ("switch:11:60:slow",)
 SWITCHING = ("switch:3:45:slow", "switch:5:45:slow", "switch:7:45:even")
 
 
 # Those that share a job. What counts servers or sets comes first in it.
-TOGETHER = (("beforehand", *FIXED, *SUMMED), ("many_sets", *CHECKPOINTS, *SWITCHING))
+TOGETHER = (("beforehand", *FIXED, *SUMMED), ("many_sets", *CHECKPOINTS, *RELOADED, *SWITCHING))
 
 
 def facts_of(names: tuple[str, ...], name: str, module: str = "tests.multiproc.modes") -> list[dict[str, Any]]:
@@ -49,6 +50,16 @@ def check(facts: list[dict[str, Any]]) -> None:
         applied += s["applied_weight"] + s["damped_weight"] + s["dropped_weight"]
         assert s["produced_weight"] == pytest.approx(s["applied_weight"] + s["damped_weight"] + s["dropped_weight"])
     assert produced == pytest.approx(applied) and produced > 0
+
+
+def check_reloaded(facts: list[dict[str, Any]]) -> None:
+    """Whatever the way of loading, all ranks have what was loaded, and the servers' values do not come back."""
+    (saved,) = {rank["saved"] for rank in facts}
+    for rank in facts:
+        assert len(rank["ways"]) == len(WAYS)
+        for way, found in rank["ways"].items():
+            assert found["before"] != "sync", way
+            assert found["loaded"] == found["behind"] == saved and found.get("same", True), way
 
 
 @pytest.mark.parametrize("name", FIXED)
@@ -82,7 +93,9 @@ def test_random_switches(name: str) -> None:
 def test_with_transfers_behind_compute_replicas_are_equal_where_ranks_meet(name: str) -> None:
     facts = facts_of(BACKGROUND, name, "tests.multiproc.modes_background")
     check(facts)
-    if name.startswith("checkpoint"):
+    if name.startswith("reload"):
+        check_reloaded(facts)
+    elif name.startswith("checkpoint"):
         assert len({rank["loaded"] for rank in facts}) == 1 and all(rank["same"] for rank in facts)
     elif name.startswith("switch"):
         assert len(facts[0]["seen"]) > LEAST_SWITCHES
@@ -107,6 +120,13 @@ def test_a_checkpoint_taken_in_a_mode_can_be_loaded_in_it(name: str) -> None:
     mode = name.partition(":")[2]
     assert {rank["mode_again"] for rank in facts} == {mode}, "the mode did not come back"
     assert {rank["mode_then"] for rank in facts} == ({"sync"} if mode.startswith(("ps", "grouped")) else {mode})
+
+
+@pytest.mark.parametrize("name", RELOADED)
+def test_a_state_that_the_program_loads_is_not_undone_by_servers(name: str) -> None:
+    facts = facts_of(RELOADED, name)
+    check(facts)
+    check_reloaded(facts)
 
 
 def test_servers_and_sets_got_ready_beforehand_are_those_that_plans_use() -> None:

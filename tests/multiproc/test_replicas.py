@@ -11,12 +11,15 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(400)]
 PLAIN = ("partial(3)", "partial(1)", "subgroup(0,1,2)", "subgroup(1,2)", "local(3)", "grouped(2)", "ps(1)", "ps(3)")
 PLAIN += ("ssp(2)", "switching")
 EXCHANGED = tuple(f"exchanged:partial(2):{how}" for how in ("copied", "replaced", "copied,met", "copied,saved"))
+EXCHANGED += ("exchanged:ps(2):copied,met", "exchanged:grouped(2):copied,met")
+LOADED = ("loaded:partial(2):model", "loaded:partial(2):both", "loaded:subgroup(0,1,2):both", "loaded:local(3):both")
+LOADED += ("loaded:ps(2):model", "loaded:grouped(2):both")
 # Last: its job has no Horovod afterwards.
 NAMES = PLAIN + tuple(f"{name}:shard" for name in ("partial(3)", "subgroup(1,2)", "local(3)", "ps(2)"))
-NAMES += (*EXCHANGED, "shutdown")
+NAMES += (*EXCHANGED, *LOADED, "shutdown")
 
 
-@pytest.mark.parametrize("name", NAMES[: -1 - len(EXCHANGED)])
+@pytest.mark.parametrize("name", NAMES[: NAMES.index(EXCHANGED[0])])
 def test_replicas_are_equal_behind_a_collective_of_the_users(name: str) -> None:
     facts = facts_of(NAMES, name, "tests.multiproc.replicas")
     for rank in facts:
@@ -31,6 +34,14 @@ def test_replicas_are_equal_behind_a_collective_of_the_users(name: str) -> None:
 def test_weights_that_a_rank_evaluates_in_place_of_its_own_are_left_alone_and_not_taken_for_them(name: str) -> None:
     facts = facts_of(NAMES, name, "tests.multiproc.replicas")
     assert facts[0]["touched"] == [False] * 3
+    for rank in facts:
+        assert rank["wrong"] == rank["at_the_end"] == []
+        assert rank["stats"]["mismatches"] == 0
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_what_a_rank_loads_while_the_others_train_is_what_all_get_by_its_broadcast(name: str) -> None:
+    facts = facts_of(NAMES, name, "tests.multiproc.replicas")
     for rank in facts:
         assert rank["wrong"] == rank["at_the_end"] == []
         assert rank["stats"]["mismatches"] == 0

@@ -80,7 +80,7 @@ class Drained(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Restart(Message):
-    """All ranks are about to load a state: leave the servers' mode, and enter it again with the loaded state."""
+    """All ranks are about to get a loaded state: leave the servers' mode, and enter it again with that state."""
 
     kind: ClassVar[str] = "restart"
     optimizer_id: int

@@ -39,6 +39,31 @@ def transitions() -> dict[str, dict[ReplicaState, set[ReplicaState]]]:
 TABLE = transitions()
 
 
+@pytest.mark.parametrize("by_helper", [False, True])
+def test_steps_are_not_applied_to_what_the_program_has_loaded(by_helper: bool) -> None:
+    applier = new_applier()
+    lock = threading.Condition(threading.RLock())
+    replica = Replica(applier, lock, Counters(), lambda: None)
+    with replica.writing():
+        pass  # The end of a step.
+    with torch.no_grad():
+        for param in applier.buckets[0].params:
+            param.fill_(3.0)
+    assert replica.loaded and replica.left_alone
+    replica.set_aside(state_loaded=True)
+    assert replica.left_alone and replica.state_loaded and not replica.displaced
+    with lock:
+        replica.push(Result(0, [bucket.new_flat() for bucket in applier.buckets], None))
+    if by_helper:
+        replica.replay_one()
+    else:
+        replica.catch_up()
+    assert replica.state is ReplicaState.STALE, "it has to be fetched"
+    assert all(float(param.detach().min()) == 3.0 for param in applier.buckets[0].params)
+    replica.accept()
+    assert not replica.left_alone and not replica.state_loaded
+
+
 def test_the_table_of_transitions_is_complete() -> None:
     assert len(TABLE) >= 12
     for call, known in TABLE.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,9 @@ from scheduler.records import Plan
 from star_hvd.engine.applier import Applier
 from star_hvd.engine.buckets import pack
 from star_hvd.engine.hyperparameters import HyperRow
-from star_hvd.engine.meeting import Position, settled
+from star_hvd.engine.meeting import Position, leaving_servers, settled
 from star_hvd.engine.step_engine import StepEngine
+from star_hvd.errors import StarError
 from star_hvd.modes.local_sgd import LocalSteps
 from tests.support.world import Ears, Network, Port, World
 
@@ -207,3 +209,36 @@ def position(rank: int, step: int, next_step: int | None = None, **more: bool) -
 )
 def test_who_has_to_catch_up(positions: list[Position], asked: bool, expected: bool) -> None:
     assert settled(positions, asked=asked) is expected
+
+
+def served(
+    rank: int, values: int = -1, *, at_servers: bool = True, leaves: bool = False, optimizer: int = 0
+) -> Position:
+    return Position(
+        rank, optimizer, 5, 5, whole=True, out_of_common_steps=True, mid_step=values >= 0, at_servers=at_servers,
+        values=values, leaves=leaves,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("positions", "expected"),
+    [
+        ([served(0), served(1)], []),
+        ([served(0, 7), served(1, 7)], [0]),  # Both have loaded a model.
+        ([served(0, 7), served(1, 8)], []),  # Each may evaluate an average of its own.
+        ([served(0, 7), served(1)], []),
+        ([served(0, 7), served(1, 7, at_servers=False)], [0]),  # Rank 1 has left them already.
+        ([served(0, 7, at_servers=False), served(1, 7, at_servers=False)], []),
+        ([served(0, 7, leaves=True), served(1)], [0]),  # Rank 0 broadcasts what it has loaded.
+        ([served(1, leaves=True)], []),  # Rank 0 has dropped the optimizer.
+        ([served(0), served(1), served(0, leaves=True, optimizer=3), served(1, optimizer=3)], [3]),
+    ],
+)
+def test_who_leaves_servers_for_a_loaded_state(positions: list[Position], expected: list[int]) -> None:
+    assert leaving_servers(positions) == expected
+
+
+def test_no_state_is_loaded_within_a_step() -> None:
+    within = dataclasses.replace(served(1), mid_step=True)
+    with pytest.raises(StarError, match=r"ranks \[1\] are between backward"):
+        leaving_servers([served(0, leaves=True), within])

@@ -15,8 +15,9 @@ from scheduler.records import Plan
 from star_hvd.engine.applier import Applier
 from star_hvd.engine.buckets import Bucket, pack
 from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.errors import DeadlineError, RankLostError
+from star_hvd.errors import DeadlineError, RankLostError, StarError
 from star_hvd.modes.ps_worker import Compressed, ServerSteps, StepInfo
 from star_hvd.ps.worker.exchange import Reply
 from star_hvd.wrapper.forward_gates import ForwardGates
@@ -271,7 +272,7 @@ def test_everything_else_waits_for_all_parameters(what: str) -> None:
             rank.steps.step(skip=False)
         else:
             rank.client.pull = lambda deadline_s, known: Reply("interrupted")  # type: ignore[attr-defined]
-            rank.client.state = lambda deadline_s: Reply("interrupted")  # type: ignore[attr-defined]
+            rank.client.state = lambda deadline_s: Snapshot(1, [], [])  # type: ignore[attr-defined]
             rank.engine.adopt_state = lambda snapshot: None  # type: ignore[method-assign]
             getattr(rank.steps, what)()
 
@@ -283,6 +284,56 @@ def test_everything_else_waits_for_all_parameters(what: str) -> None:
             event.set()
         used.result(timeout=DEADLINE_S)
     assert all(float(param.detach().min()) >= 1.0 for param in rank.model.parameters())
+
+
+def test_a_step_refuses_parameters_that_the_program_changed_for_good() -> None:
+    rank = Rank()
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    params = list(rank.model.parameters())
+    own = [param.detach().clone() for param in params]
+    for param in params:
+        param.data = torch.full_like(param, 7.0)
+    assert rank.steps.program_wrote()
+    for param, value in zip(params, own, strict=True):
+        param.data = value  # As after an evaluation of other weights.
+    assert not rank.steps.program_wrote()
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    with torch.no_grad():
+        params[-1].fill_(7.0)  # As a model that is loaded.
+    rank.backward(1.0)
+    with pytest.raises(StarError, match="broadcast_parameters"):
+        rank.steps.step(skip=False)
+
+
+def test_a_checkpoint_leaves_what_the_program_wrote_and_what_came_with_it_is_known() -> None:
+    rank = Rank()
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    params = list(rank.model.parameters())
+    state_there: list[dict[str, object]] = [{"momentum_buffer": torch.ones(4, 4)} for _ in params]
+    came = Snapshot(5, [torch.full((4, 4), 5.0) for _ in params], state_there)
+    rank.client.state = lambda deadline_s: came  # type: ignore[attr-defined]
+    params[0].data.fill_(7.0)
+    rank.steps.refresh_state()
+    state = rank.engine.applier.optimizer.state
+    assert float(params[0].detach().min()) == 7.0 and rank.engine.step == 1
+    assert float(state[params[0]]["momentum_buffer"].min()) == 1.0
+    params[0].data.fill_(1.0)
+    rank.steps.refresh_state()
+    assert float(params[0].detach().min()) == 5.0 and rank.engine.step == 5
+    assert not rank.steps.program_wrote()
+
+
+def test_parameters_that_are_not_numbers_are_not_taken_for_the_programs() -> None:
+    rank = Rank()
+    rank.client.wait = lambda deadline_s, whole: Reply(  # type: ignore[assignment, misc]
+        "params", 1, 1, applied=True, params=[torch.full((16,), float("nan")) for _ in range(3)]
+    )
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    assert not rank.steps.program_wrote()
 
 
 @pytest.mark.parametrize("gated", [False, True])
