@@ -375,7 +375,8 @@ class ServerSteps:
         version, values = self._held
         params = (param for bucket in self._engine.applier.buckets for param in bucket.params)
         for param, value in zip(params, values, strict=True):
-            if not _same(param.detach().cpu(), value.to(param.dtype)):
+            # In a group the values are on the parameters' device.
+            if not _same(param.detach().cpu(), value.cpu().to(param.dtype)):
                 return None
         return version
 
