@@ -73,8 +73,12 @@ docs: docs-venv
 	$(PYTHON) scripts/protocol_tables.py --check
 	$(DOCS_VENV)/bin/python -m mkdocs build --strict --site-dir $(abspath $(SITE))
 
-test: lint
-	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --durations=25 $(PYTEST_ARGS)
+# mypy uses one core for half a minute, so it runs beside the tests.
+test: setup
+	$(BIN)/ruff check .
+	@$(BIN)/mypy --strict star_hvd scheduler & types=$$!; status=0; \
+	  $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --durations=25 $(PYTEST_ARGS) || status=$$?; \
+	  wait $$types || { echo "mypy found errors, see above" >&2; status=1; }; exit $$status
 
 test-quick: lint
 	TEST_EFFORT=$${TEST_EFFORT:-0.3} $(BIN)/python -m pytest -n $(QUICK_JOBS) --dist worksteal -m "not slow" tests/unit tests/tools tests/fuzz $(PYTEST_ARGS)

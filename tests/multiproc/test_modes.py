@@ -24,8 +24,8 @@ FIXED += ("ps(dynamic)", "grouped(2)")
 SUMMED = ("summed:local(2)", "summed:ps(2)", "summed:partial(3)")
 BACKGROUND = ("local(5)", "local(0.2s)", "checkpoint:local(4)", "ssgd", "ps(2)", "ps(backup=1)", "checkpoint:ps(2)")
 BACKGROUND += ("reload:ps(2)", "subgroup(0,1,2)", "checkpoint:subgroup(0,1,2)", "switch:3:45:slow")
-TRANSMISSION = ("switch:11:60:slow",)
-SWITCHING = ("switch:3:45:slow", "switch:5:45:slow", "switch:7:45:even")
+TRANSMISSION = ("switch:11:45:slow",)
+SWITCHING = ("switch:3:45:slow", "switch:7:45:even")
 
 
 # Those that share a job. What counts servers or sets comes first in it.
