@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from horovod.common.exceptions import HostsUpdatedInterrupt
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch import elastic as _elastic
 from horovod.torch.elastic import ElasticSampler
 from horovod.torch.elastic import state as _state
 from horovod.torch.functions import broadcast_object
 
-from star_hvd.errors import ChannelError, DeadlineError, RankLostError
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.loader import ShardLoader
 from star_hvd.runtime import runtime
 
@@ -103,6 +103,11 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
 
         The runtime is reset first, because loading an optimizer's state is collective and a rank may be dead.
         """
+        running = runtime.current()
+        if running is not None:
+            # A step under way ends, if its world can still end it: what follows need not be a new world.
+            with contextlib.suppress(HorovodInternalError, StarError):
+                running.finish_steps()
         runtime.on_reset()
         super().restore()
 

@@ -137,10 +137,11 @@ class OrderedCollective:
                 self._pump()
 
     def stop(self) -> None:
-        """End the thread; nothing more is submitted."""
+        """End the thread: what is held back is not submitted any more, and nothing is held back from now on."""
         with self._changed:
             self._stopped = True
             self._held.clear()
+            self._order, self._wanted, self._names, self._next = (), None, frozenset(), 0
             self._changed.notify_all()
 
     def _pump(self) -> None:

@@ -113,6 +113,7 @@ class Overlap:
         self._applier = driver.engine.applier
         self._lock = driver.engine.replica.apply_lock
         self._pending: _Pending | None = None
+        self._stopped = False
         self._pid = os.getpid()
         self._applied_by: int | None = None  # The thread that is inside the user's optimizer.
         self._reasons: set[str] = set()  # Those that were logged.
@@ -133,7 +134,7 @@ class Overlap:
     @property
     def _wanted(self) -> bool:
         """Whether steps are to overlap, now or in a later block of a trial."""
-        return self._on or (self._trial is not None and not self._trial.decided)
+        return not self._stopped and (self._on or (self._trial is not None and not self._trial.decided))
 
     def _use(self, *, overlap: bool) -> None:
         """Turn overlapping on or off and set the order, from the next step on, on all ranks."""
@@ -328,7 +329,8 @@ class Overlap:
             self.gates.open_all()
 
     def stop(self) -> None:
-        """End overlapping: no further step overlaps."""
+        """End overlapping: no further step overlaps, nor is it held back."""
+        self._stopped = True
         self.abandon()
         self.gates.remove()
         self.collective.stop()
