@@ -62,6 +62,8 @@ def never(
         reason = f"{base.__name__} is not known to update every parameter from its own gradient and state alone"
     elif max_grad_norm is not None:
         reason = "max_grad_norm needs the norm of the whole gradient"
+    elif not hasattr(torch, "get_autocast_dtype"):
+        reason = f"torch is {torch.__version__}; overlapped steps need 2.4 or later"
     elif any(param.is_cuda for param in params):
         reason = _GPU
     if reason is not None:
