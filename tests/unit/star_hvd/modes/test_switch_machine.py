@@ -386,6 +386,8 @@ class Rank(RuleBasedStateMachine):
         agreed = plan is not None and (plan is self.in_flight or (self.committed and plan.plan_id in self.reported))
         if plan is None or not agreed or present.family == "all_ranks" or present.family == plan.family == "ps":
             return
+        if self.announcements and self.plans[self.announcements[-1].plan_id].family == "all_ranks":
+            return  # That plan's steps, in which the next one is agreed, need this rank.
         if self.takes_part and self.flag is not plan and self.in_flight is not plan:
             return
         unseeded = self.rank in present.servers and not self.seeds[self.sessions[present.plan_id]]
