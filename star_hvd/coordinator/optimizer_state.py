@@ -154,7 +154,7 @@ class OptimizerState:
         if rank == 0:
             self.active = self.rule.plan = initial
             self.plans = [(0, initial)]
-        if len(self._registered) < self.world_size:
+        if not self.registered:
             return
         wanted = self._registered[0]
         differing = [r for r, p in self._registered.items() if p != wanted]
@@ -270,6 +270,11 @@ class OptimizerState:
             headroom=self.headroom.levels(),
             state_bytes=2 * self.gradient_bytes,
         )
+
+    @property
+    def registered(self) -> bool:
+        """Whether all ranks have made this optimizer; a rank that has not does not get its plans."""
+        return len(self._registered) >= self.world_size
 
     @property
     def switching(self) -> bool:

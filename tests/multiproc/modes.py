@@ -50,7 +50,8 @@ def publish(optimizer: Any, mode: str | Plan) -> None:
     assert plan is not None
     with run.coordinator.job_state() as job:
         engine = job.optimizers.get(driver_of(optimizer).number)
-        if engine is not None and not engine.switching and engine.active.label != plan.label:
+        ready = engine is not None and engine.registered and not engine.switching
+        if engine is not None and ready and engine.active.label != plan.label:
             engine.publish(plan, time.monotonic())
 
 

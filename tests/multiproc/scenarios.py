@@ -124,7 +124,7 @@ def publish(optimizer: Any, plan: Plan) -> None:
     if run is not None and run.coordinator is not None:
         with run.coordinator.job_state() as job:
             engine = job.optimizers.get(driver_of(optimizer).number)
-            if engine is not None:  # All ranks have told of it.
+            if engine is not None and engine.registered:
                 engine.publish(plan, time.monotonic())
 
 
