@@ -1,6 +1,6 @@
 """What a thread has set around its calls of torch, some of which decides what the same call computes.
 
-Whoever uses a parameter first applies the step under way, wherever it does so: under autocast, with another default
+The first use of a parameter applies the step under way, wherever that use is: under autocast, with another default
 device, inside `torch.func.grad`. The step is applied as it would have been in `step()`.
 """
 

@@ -86,14 +86,19 @@ def train(mode: str, *, sharded: bool) -> Facts:
     shard = hvd.shard(data, batch_size=4) if sharded else None
     number, began_s = 0, time.monotonic()
     while first != "sync" and optimizer.mode == "sync" and within(began_s):  # Servers take seconds to start.
-        optimizer.zero_grad()
-        compute(net, batch(number), 0.004)
-        optimizer.step()
+        one_step(net, optimizer, number)
         number += 1
     hvd.barrier()
     found = [schedule(seed, net, optimizer, shard, switch=mode == "switching") for seed in range(SCHEDULES)]
     optimizer.close()
     return {"schedules": found, "at_the_end": differences(net, optimizer), "stats": optimizer.stats()}
+
+
+def one_step(net: torch.nn.Module, optimizer: Any, number: int, compute_s: float = 0.004) -> None:
+    """Train on this rank's batch of that number."""
+    optimizer.zero_grad()
+    compute(net, batch(number), compute_s)
+    optimizer.step()
 
 
 def after_shutdown() -> Facts:
@@ -104,9 +109,7 @@ def after_shutdown() -> Facts:
     optimizer = hvd.DistributedOptimizer(inner, named_parameters=named, mode="partial(2)", config=CONFIG)
     rank = int(hvd.rank())
     for number in range(20 + rank):
-        optimizer.zero_grad()
-        compute(net, batch(number), 0.02 if rank == 3 else 0.003)
-        optimizer.step()
+        one_step(net, optimizer, number, 0.02 if rank == 3 else 0.003)
     hvd.shutdown()
     return {"digest": digest(net)}
 
@@ -126,9 +129,7 @@ def exchanged(mode: str, how: str) -> Facts:
 
     def step() -> None:
         nonlocal number
-        optimizer.zero_grad()
-        compute(net, batch(number), 0.004)
-        optimizer.step()
+        one_step(net, optimizer, number)
         number += 1
         for mean, param in zip(average, net.parameters(), strict=True):
             mean.lerp_(param.detach(), 0.1)
@@ -192,9 +193,7 @@ def loaded(mode: str, how: str) -> Facts:
 
     def step() -> None:
         nonlocal number
-        optimizer.zero_grad()
-        compute(net, batch(number), 0.004)
-        optimizer.step()
+        one_step(net, optimizer, number)
         number += 1
 
     while optimizer.mode == "sync" and within(began_s):
