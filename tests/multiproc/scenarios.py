@@ -513,12 +513,14 @@ def auto_with_a_rank_that_recovers() -> Facts:
             optimizer.zero_grad()
             compute(net, rows[:, 1:], 0.2 if slow_rank() and not acted else 0.05)
             optimizer.step()
-        relaxed = set(_modes()) > {"sync"}  # Which mode it takes is for the machine of the moment to say.
-        in_sync = driver_of(optimizer).engine.plan.mode == "sync"
+        modes = _modes()
+        relaxed = set(modes) > {"sync"}  # Which mode it takes is for the machine of the moment to say.
+        # The plan that the ranks follow may still be the one before the latest: the latest says whether they are back.
         over = time.monotonic() > limit_s
         # Rank 0 knows the plans; all go by what it says at the end of an epoch.
-        acted, back = hvd.broadcast_object((relaxed, over or (relaxed and in_sync)), 0, name="auto")
-    modes = _modes()
+        acted, back, modes = hvd.broadcast_object(
+            (relaxed, over or (relaxed and modes[-1] == "sync"), modes), 0, name="auto"
+        )
     return end(net, optimizer) | {"modes": modes}
 
 
