@@ -225,6 +225,8 @@ class Window:
         comm_bytes: Gradient bytes a rank reduces per step, 0 if unknown.
         edge_part: Fraction of those bytes in the bucket that backward fills last and forward needs first; 1 if buckets
             travel together.
+        reduced_part: Fraction of those bytes that a reduction sends, below 1 with compression.
+        pushed_part: The same for a push to a server or another rank, in the smallest form that the user allows.
         allowed: Modes this job can run now.
         losses: Recent training losses, averaged over the ranks, oldest first; empty if the user reports none.
         loss_steps: The global steps they belong to, same length.
@@ -241,6 +243,8 @@ class Window:
     noise_scale: float = float("nan")
     comm_bytes: int = 0
     edge_part: float = 0.25
+    reduced_part: float = 1.0
+    pushed_part: float = 1.0
     allowed: frozenset[str] = frozenset(MODES)
     losses: tuple[float, ...] = ()
     loss_steps: tuple[int, ...] = ()

@@ -50,6 +50,7 @@ class LoggedTimes:
         compute_s: Compute times, shape (n_steps, n_ranks).
         wait_s: Waits, same shape, NaN where unknown.
         comm_bytes: Gradient bytes, 0 if unknown.
+        parts: Fractions of them that a reduction and a push send, below 1 with compression; the last ones logged.
         link_bytes_per_s: Link rate of every rank, empty if unknown.
         noise: Noise scale in gradients of one rank, NaN if unknown.
         in_force: The active plans, None if not logged.
@@ -59,6 +60,7 @@ class LoggedTimes:
     compute_s: Any
     wait_s: Any
     comm_bytes: float = 0.0
+    parts: tuple[float, float] = (1.0, 1.0)
     link_bytes_per_s: tuple[float, ...] = ()
     noise: float = math.nan
     in_force: InForce | None = None
@@ -131,6 +133,7 @@ def read_run(folder: Path) -> LoggedTimes:
     plans: list[tuple[int, Plan]] = []
     noise: list[float] = []
     rates: list[float] = []
+    parts = (1.0, 1.0)
     for event in read_run_file(folder / "events.jsonl"):
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
@@ -142,12 +145,15 @@ def read_run(folder: Path) -> LoggedTimes:
             noise += _positive([event.get("noise_scale")])
             known = _positive((event.get("ranks") or {}).get("link_bytes_per_s") or [])
             rates = known if len(known) == n else rates
+            sent = _positive([event.get("reduced_part"), event.get("pushed_part")])
+            parts = (min(1.0, sent[0]), min(1.0, sent[1])) if len(sent) == len(parts) else parts
     optimizer = facts.get("optimizer")
     size = _positive([optimizer.get("parameter_bytes")]) if isinstance(optimizer, dict) else []
     return LoggedTimes(
         compute_s=reports.compute_s,
         wait_s=reports.wait_s,
         comm_bytes=size[0] if size else 0.0,
+        parts=parts,
         link_bytes_per_s=tuple(rates),
         noise=statistics.median(noise) if noise else math.nan,
         in_force=_in_force(reports, plans) if plans else None,
@@ -308,6 +314,8 @@ def run(args: argparse.Namespace) -> int:
             logged.compute_s,
             logged.wait_s,
             comm_bytes=logged.comm_bytes,
+            reduced_part=logged.parts[0],
+            pushed_part=logged.parts[1],
             link_bytes_per_s=logged.link_bytes_per_s or None,
             noise=logged.noise,
             in_force=logged.in_force,

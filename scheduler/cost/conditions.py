@@ -51,6 +51,8 @@ class Conditions:
         rate: Link bandwidth of every rank in bytes/s; infinite where unknown.
         comm_bytes: Gradient bytes.
         edge_part: Fraction of those bytes that compute cannot hide at servers: what is ready last or needed first.
+        reduced_part: Fraction of those bytes that a reduction sends, below 1 with compression.
+        pushed_part: The same for a push to a server or another rank, in the smallest form that the user allows.
         noise: phi in gradients of one rank.
         starved: Share of its time a rank is without a processor, 0 to 1, shape (n_ranks,).
         beyond_s: Measured time of a collective beyond latency and transfer, seconds; with fewer cores than ranks it
@@ -77,6 +79,8 @@ class Conditions:
     rate: Array
     comm_bytes: float = 0.0
     edge_part: float = EDGE
+    reduced_part: float = 1.0
+    pushed_part: float = 1.0
     noise: float = NOISE
     starved: Array = field(default_factory=lambda: np.zeros(0))
     beyond_s: float = 0.0
@@ -104,6 +108,11 @@ class Conditions:
     @property
     def world_size(self) -> int:
         return int(self.times_s.shape[1])
+
+    @property
+    def reduced_bytes(self) -> float:
+        """Gradient bytes of a reduction, after compression."""
+        return self.comm_bytes * self.reduced_part
 
     @classmethod
     def from_window(cls, window: Window, price: StalenessPrice | None = None) -> Conditions | None:
@@ -133,6 +142,8 @@ class Conditions:
             rate=rate,
             comm_bytes=float(window.comm_bytes),
             edge_part=window.edge_part,
+            reduced_part=window.reduced_part,
+            pushed_part=window.pushed_part,
             noise=_known(window.noise_scale, NOISE),
             beyond_s=_beyond_s(window, rate),
             crowded=lower_median(window.table.starved_share) > _CROWDED,
@@ -191,7 +202,7 @@ def _beyond_s(window: Window, rate: Array) -> float:
     if len(times) < MIN_REPORTS:
         return 0.0
     n = window.world_size
-    wire_s = ring_bytes(n, window.comm_bytes) / float(rate[slowest])
+    wire_s = ring_bytes(n, window.comm_bytes * window.reduced_part) / float(rate[slowest])
     return max(0.0, lower_median(times) - CYCLE_S - wire_s)
 
 

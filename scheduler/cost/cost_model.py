@@ -42,6 +42,9 @@ _OVERLAP = 0.4
 """Fraction of the compute time that can hide an all-reduce: the backward pass except its first bucket."""
 
 _WAY_S = 2e-4  # Latency of a message both ways, plus a server's processing.
+_CODED_BYTES_PER_S = 7e8
+"""Gradient bytes that a core encodes to int8 and decodes per second (measured, torch 2.13, one thread)."""
+
 _PAUSE_S = 0.05  # Half a cgroup period: mean delay of a collective by a starved helper.
 _USUAL_BATCH = 64  # Samples of a batch if unknown; shares are rounded to samples.
 _FOLLOWED_STEPS = 5.0
@@ -170,7 +173,7 @@ def _progress(flow: Flow, conditions: Conditions) -> Array:
 
 def _wire_s(conditions: Conditions, rate: Array) -> float:
     """Ring all-reduce transfer: 2 (m - 1) / m of the bytes over the slowest of m links."""
-    return ring_bytes(len(rate), conditions.comm_bytes) / float(rate.min())
+    return ring_bytes(len(rate), conditions.reduced_bytes) / float(rate.min())
 
 
 def ring_s(conditions: Conditions, members: Sequence[int] | _Ranks | None = None) -> float:
@@ -185,6 +188,11 @@ def ring_s(conditions: Conditions, members: Sequence[int] | _Ranks | None = None
     return CYCLE_S + beyond_s + max(0.1 * wire_s, wire_s - _OVERLAP * conditions.typical_s)
 
 
+def _coding_s(conditions: Conditions) -> float:
+    """Time to encode and decode a push in a smaller form; 0 if none is allowed."""
+    return conditions.comm_bytes / _CODED_BYTES_PER_S if conditions.pushed_part < 1.0 else 0.0
+
+
 def _served_s(conditions: Conditions) -> float:
     """Time of a push and its reply without their transfer."""
     return _WAY_S + _SERVED * conditions.beyond_s
@@ -194,7 +202,8 @@ def _averaging_s(conditions: Conditions) -> float:
     """Time of an averaging that is not hidden behind compute."""
     if conditions.world_size < 2:
         return 0.0
-    return CYCLE_S + conditions.beyond_s + LOCAL_COPIES * _wire_s(conditions, conditions.rate)
+    wire_s = ring_bytes(conditions.world_size, conditions.comm_bytes) / float(conditions.rate.min())  # As they are.
+    return CYCLE_S + conditions.beyond_s + LOCAL_COPIES * wire_s
 
 
 def _helpers_s(conditions: Conditions, ranks: _Ranks) -> float:
@@ -273,7 +282,12 @@ def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
     children = np.flatnonzero(~is_member)
     steps = conditions.times_s[:, members].max(axis=1)
     interval_s = float(steps.mean()) + ring_s(conditions, members) + _helpers_s(conditions, children)
-    way_s = 2.0 * paced_s(conditions.comm_bytes, conditions.rate[children]) + _WAY_S
+    rate = conditions.rate[children]
+    coded_s = _coding_s(conditions)
+    push_s = np.minimum(
+        paced_s(conditions.comm_bytes, rate), paced_s(conditions.comm_bytes * conditions.pushed_part, rate) + coded_s
+    )
+    way_s = push_s + paced_s(conditions.comm_bytes, rate) + _WAY_S
     own_s, each_s = conditions.usual_s[children], conditions.usual_s[children] + way_s
     late = np.maximum(1.0, np.ceil(each_s / interval_s))
     pace = late  # A child contributes a gradient every `late` steps.
@@ -291,7 +305,8 @@ def _subgroup(plan: Plan, conditions: Conditions) -> Flow:
 
 def _way_s(plan: Plan, conditions: Conditions) -> Array:
     """Exposed time of a push and its reply, for every rank, or for every rank in every step."""
-    push_s = reply_s = np.asarray(conditions.comm_bytes / conditions.rate)
+    reply_s = np.asarray(conditions.comm_bytes / conditions.rate)
+    push_s = np.minimum(reply_s, conditions.pushed_part * reply_s + _coding_s(conditions))
     if plan.pushes_early(conditions.background):
         push_s = push_left_s(push_s, conditions.times_s, conditions.edge_part)
     if plan.in_background(conditions.background):

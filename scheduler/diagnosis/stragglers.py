@@ -162,7 +162,7 @@ def _comm_s(window: Window, rank: int) -> float:
     table = window.table
     times = [time_s for time_s in table.comm_s[rank][-RECENT:] if math.isfinite(time_s) and time_s >= 0.0]
     n = window.world_size
-    wire_s = ring_bytes(n, window.comm_bytes) / float(table.link_bytes_per_s[rank])
+    wire_s = ring_bytes(n, window.comm_bytes * window.reduced_part) / float(table.link_bytes_per_s[rank])
     if len(times) >= MIN_REPORTS:
         return min(lower_median(times), _WIRE_MOST * wire_s) if window.comm_bytes else lower_median(times)
     return wire_s

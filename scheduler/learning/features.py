@@ -183,7 +183,7 @@ def _moment(
 
 def _size(conditions: Conditions, window: Window) -> list[float]:
     n, typical_s = conditions.world_size, conditions.typical_s
-    wire_bytes = ring_bytes(n, conditions.comm_bytes)
+    wire_bytes = ring_bytes(n, conditions.reduced_bytes)
     known = window.table.link_bytes_per_s
     now = float(known[known > 0.0].min(initial=math.inf))
     return [

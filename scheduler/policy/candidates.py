@@ -124,7 +124,7 @@ def _slow_links(conditions: Conditions) -> npt.NDArray[np.int64]:
     slow = slow_links(conditions.rate)
     if not slow.any():
         return np.flatnonzero(slow)
-    wire_s = ring_bytes(conditions.world_size, conditions.comm_bytes) / conditions.rate
+    wire_s = ring_bytes(conditions.world_size, conditions.reduced_bytes) / conditions.rate
     saved_s = wire_s * (1.0 - conditions.rate / usual_rate(conditions.rate))
     return np.flatnonzero(slow & worth_a_switch(saved_s, conditions.typical_s + wire_s))
 

@@ -135,6 +135,8 @@ def what_if(
     wait_s: Array | None = None,
     *,
     comm_bytes: float = 0.0,
+    reduced_part: float = 1.0,
+    pushed_part: float = 1.0,
     link_bytes_per_s: Sequence[float] | None = None,
     noise: float = math.nan,
     modes: Sequence[str] = (),
@@ -146,6 +148,8 @@ def what_if(
         compute_s: Compute times, shape (n_steps, n_ranks).
         wait_s: Waits, same shape, NaN if unknown; the shortest of a step is its communication.
         comm_bytes: Gradient bytes; 0 to take communication from the waits alone.
+        reduced_part: Fraction of them that a reduction sends, below 1 with compression.
+        pushed_part: The same for a push to a server or another rank.
         link_bytes_per_s: Bandwidth of every rank, if known.
         noise: Noise scale phi in gradients of one rank, NaN if unknown.
         modes: Names of modes, as users give them; if empty a few usual ones, with variants behind compute if links are
@@ -163,6 +167,7 @@ def what_if(
     basis = Conditions(
         times_s=times, rate=rates, comm_bytes=comm_bytes if np.isfinite(rates).all() else 0.0, starved=np.zeros(n),
         price=StalenessPrice(prior_of(comm_bytes)), noise=noise if math.isfinite(noise) else NOISE,
+        reduced_part=reduced_part, pushed_part=pushed_part,
     )
     known = in_force or InForce(plans=(Plan.sync(n),), which=np.zeros(steps, dtype=np.int64), updates=np.ones(steps))
     in_sync = np.array([plan.mode == "sync" for plan in known.plans])[known.which]

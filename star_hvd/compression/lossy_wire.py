@@ -18,6 +18,7 @@ import torch
 
 from scheduler.transmission.wire import FORMS, HALF, NONE, WireChoice
 from star_hvd.compression.bucket_codec import BucketCodec
+from star_hvd.compression.int8 import size_bytes
 from star_hvd.compression.pushes import PushCodec
 from star_hvd.compression.server_pushes import ServerPushes
 from star_hvd.engine.buckets import Bucket, Wire
@@ -158,6 +159,12 @@ class LossyWire(Wire):
             for codec, (_, left) in zip(self._codecs, whole, strict=True):
                 codec.keep(left)
         return b"".join(payload for payload, _ in whole)
+
+    @property
+    def pushed_part(self) -> float:
+        whole = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
+        small = sum(size_bytes(bucket.numel) for bucket in self._buckets)
+        return 1.0 if self.forbidden or not small < whole else small / whole
 
     # ---- pushes to servers ----------------------------------------------------------------------------------
 

@@ -221,7 +221,7 @@ class JobState:
         optimizer = self._optimizer(message.optimizer_id)
         optimizer.gradient_bytes = message.gradient_bytes
         optimizer.exact = message.exact
-        optimizer.edge_part = message.edge_part
+        optimizer.edge_part, optimizer.pushed_part = message.edge_part, message.pushed_part
         optimizer.register(rank, Plan.from_dict(message.initial), plan, now_s)
 
     def _arrive(self, rank: int, message: Arrive, now_s: float) -> None:

@@ -224,7 +224,7 @@ took as long as its bytes take on that link, within these factors: beside a redu
 
 _SHOWN = 0.3
 """A low rate, over which a step's bytes would take time t, is used only if steps take at least this part of t: all
-bytes have to cross the link within the step, unless compressed. Other work on a machine can make a probe slow too."""
+bytes have to cross the link within the step. Other work on a machine can make a probe slow too."""
 
 _SURPRISE, _SURPRISE_S = 3.0, 0.15  # Multiple of the time that the rates explain, and minimum in seconds.
 
@@ -245,7 +245,7 @@ class LinkRelevance:
     def __init__(self, history: History, arrivals: Arrivals, world_size: int) -> None:
         self.bytes_per_s: Sequence[float] = [math.nan] * world_size
         self.suspected: Sequence[float] = self.bytes_per_s
-        self._gradient_bytes = 0
+        self._reduced_bytes = 0
         self._history = history
         self._arrivals = arrivals
         self._costs: bool | None = None  # Computed once per decision.
@@ -253,13 +253,13 @@ class LinkRelevance:
         self._first: set[int] = set()  # Ranks whose gradient of the first step has arrived.
         self._first_s = self._second_s = math.nan  # Arrival of the last one of them, and of the first of the next step.
 
-    def new_decision(self, gradient_bytes: int) -> None:
+    def new_decision(self, reduced_bytes: int) -> None:
         """Start a decision, for which the cost of communication is computed again.
 
         Args:
-            gradient_bytes: Size of the optimizer's gradients.
+            reduced_bytes: Size of the optimizer's gradients as they are reduced, after compression.
         """
-        self._costs, self._gradient_bytes = None, gradient_bytes
+        self._costs, self._reduced_bytes = None, reduced_bytes
         self._relevant_decisions = max(0, self._relevant_decisions - 1)
 
     def suspects(self, active: Plan) -> bool:
@@ -293,7 +293,7 @@ class LinkRelevance:
         if any(map(math.isnan, self.suspected)) or not any(map(math.isnan, self.bytes_per_s)):
             return self.bytes_per_s
         usual = usual_rate(np.array(self.suspected, dtype=np.float64))
-        explained_s = ring_bytes(len(self.suspected), self._gradient_bytes) / usual
+        explained_s = ring_bytes(len(self.suspected), self._reduced_bytes) / usual
         return self.suspected if self._seen_s(now_s) > max(_SURPRISE_S, _SURPRISE * explained_s) else self.bytes_per_s
 
     def _seen_s(self, now_s: float) -> float:
@@ -308,7 +308,7 @@ class LinkRelevance:
         """Return the time that the bytes of a step take on the slowest link; NaN while a rate is unknown."""
         if any(map(math.isnan, self.bytes_per_s)):
             return math.nan
-        return ring_bytes(len(self.bytes_per_s), self._gradient_bytes) / min(self.bytes_per_s)
+        return ring_bytes(len(self.bytes_per_s), self._reduced_bytes) / min(self.bytes_per_s)
 
     def _shown(self) -> bool:
         """Whether steps take as long as the slowest link would make them; True while a time or a rate is unknown."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,7 @@ _EXACT = frozenset(("sync",))  # It includes `sync(balanced)` and `sync(steal)`.
 _FED_BY = 8  # Steps after which a loader of `shard` is known if there is one.
 _REGROUP_AFTER = 20  # Consecutive decisions that prefer other groups before new groups are formed.
 _RATES_S = 3.0  # Longest wait for the rates of links before servers are placed; a sweep takes at most 2 s.
+_SENT_STEPS = 32  # More than a trial of a form of gradients takes.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
 
@@ -125,7 +127,8 @@ class OptimizerState:
         self.outcomes: list[SwitchOutcome] = []  # Outcomes of switches, the latest last.
         self._ranker = ranker
         self._hosts = tuple(hosts) or ("localhost",) * world_size
-        self.gradient_bytes, self.edge_part = 0, 1.0
+        self.gradient_bytes, self.edge_part, self.pushed_part = 0, 1.0, 1.0
+        self._sent_bytes: deque[int] = deque(maxlen=_SENT_STEPS)  # Of the latest steps that reduced gradients.
         self.links = LinkRelevance(self.history, self.arrivals, world_size)
         self.silent_s: Sequence[float] = [0.0] * world_size
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
@@ -224,6 +227,8 @@ class OptimizerState:
         self.steps = max(self.steps, message.step + 1)
         self.losses.note(message.step, message.loss)
         self.folds += message.folds
+        if message.sent_bytes > 0:
+            self._sent_bytes.append(message.sent_bytes)
         if message.local_count == self.world_size and message.folds == 0 and message.weight > 0:
             # Weights are batch sizes over a reference, so both batches and the noise scale are in that unit.
             mean_weight = message.weight / self.world_size
@@ -378,7 +383,7 @@ class OptimizerState:
                 self.restart(now_s)
         if self.decides(now_s):
             self._decide_at_s = self._decide_next_s = now_s + self._config.decide_interval_s
-            self.links.new_decision(self.gradient_bytes)
+            self.links.new_decision(round(self.gradient_bytes * self.reduced_part))
             self._decide(now_s)
         waited_s = self._alerts.stall(self.rule, now_s)
         if waited_s is not None:
@@ -404,6 +409,8 @@ class OptimizerState:
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
             edge_part=self.edge_part,
+            reduced_part=self.reduced_part,
+            pushed_part=self.pushed_part,
             allowed=(frozenset(MODES) if self._may_relax else _EXACT).difference(self.blocked),
             batch=self.shares.state.batch if self.shares is not None and not self.equal_batches else 0,
             microbatches=0 if self.equal_batches else self.microbatches,
@@ -413,6 +420,14 @@ class OptimizerState:
             loss_steps=tuple(self.losses.steps),
             now_s=now_s,
         )
+
+    @property
+    def reduced_part(self) -> float:
+        """Fraction of the gradient's bytes that steps send: of the smallest of the latest ones, since a form of
+        `Compression.auto` is left for some steps after every change of plan, and for later trials."""
+        if not (self._sent_bytes and self.gradient_bytes):
+            return 1.0
+        return min(1.0, min(self._sent_bytes) / self.gradient_bytes)
 
     def explain(self) -> str:
         """Explain in one sentence why the active plan is active."""

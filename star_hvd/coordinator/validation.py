@@ -147,8 +147,10 @@ def _register(message: Register, world_size: int) -> None:
             raise ChannelError(f"a plan is for {claimed} ranks; this job has {world_size}")
     if message.gradient_bytes < 0:
         raise ChannelError(f"gradient_bytes of a register message is {message.gradient_bytes}; expected 0 or more")
-    if not 0.0 < message.edge_part <= 1.0:
-        raise ChannelError(f"edge_part of a register message is {message.edge_part!r}; expected above 0, at most 1")
+    for name in ("edge_part", "pushed_part"):
+        part = getattr(message, name)
+        if not 0.0 < part <= 1.0:
+            raise ChannelError(f"{name} of a register message is {part!r}; expected above 0, at most 1")
     try:
         for values in (message.initial, message.plan or message.initial):
             Plan.from_dict(values)

@@ -219,7 +219,7 @@ class StepReporter:
     def on_join(self, version: int) -> None:
         self._send(messages.Join(self.number, version))
 
-    def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float) -> None:
+    def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float, sent_bytes: int) -> None:
         if self.on_header is not None:
             self.on_header(header)
         if self.engine.rank != plan.members_or_all[0]:
@@ -248,6 +248,7 @@ class StepReporter:
                 header.local_count,
                 mean_sqr,
                 header.folds,
+                sent_bytes,
             ),
             urgent=False,  # No step closes on it, so it goes with the next arrival.
         )

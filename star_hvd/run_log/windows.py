@@ -53,6 +53,8 @@ def window_values(
         "step": window.step,
         "mode": mode,
         "noise_scale": window.noise_scale,
+        "reduced_part": window.reduced_part,
+        "pushed_part": window.pushed_part,
         **{name: float(value) for name, value in numbers.items()},
         "ranks": per_rank,
         "stragglers": found,

@@ -275,7 +275,8 @@ class Runtime:
         whole = engine.applier.max_grad_norm is not None or bool(engine.streams.devices)
         last = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets[-1:])
         edge_part = 1.0 if whole or not size else last / size
-        self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size, exact, edge_part))
+        parts = (edge_part, engine.wire.pushed_part)
+        self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size, exact, *parts))
 
     def detach(self, driver: StepDriver) -> None:
         """End an optimizer's work.

@@ -78,8 +78,8 @@ class DeviceEars(Ears):
         super().__init__(world, rank)
         self.norms: list[tuple[int, Header, float]] = []
 
-    def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float) -> None:
-        super().on_step_end(step, header, plan, mean_sqr)
+    def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float, sent_bytes: int) -> None:
+        super().on_step_end(step, header, plan, mean_sqr, sent_bytes)
         self.norms.append((step, header, mean_sqr))
 
 

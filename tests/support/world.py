@@ -83,6 +83,7 @@ class Ears:
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
         self.headers: list[tuple[int, Header]] = []
+        self.sent_bytes: list[int] = []
         self.switches: list[tuple[int, str]] = []
         self.mismatches: list[int] = []
 
@@ -95,8 +96,9 @@ class Ears:
     def on_join(self, version: int) -> None:
         self.world.inbox.append(("join", self.rank, (version,)))
 
-    def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float) -> None:
+    def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float, sent_bytes: int) -> None:
         self.headers.append((step, header))
+        self.sent_bytes.append(sent_bytes)
 
     def on_switch(self, step: int, plan: Plan) -> None:
         self.switches.append((step, plan.label))

@@ -144,7 +144,8 @@ class Heartbeat(Message):
 class Register(Message):
     """A rank has created an optimizer. `initial` is its first plan, `plan` the one the user requests, empty for `auto`.
     `exact` restricts `auto` to the exact modes. `edge_part` is the fraction of the gradient's bytes in the bucket that
-    is filled last and needed first, 1 if all buckets are sent together."""
+    is filled last and needed first, 1 if all buckets are sent together. `pushed_part` is the fraction of its bytes
+    that a push to one rank has in the smallest allowed form."""
 
     kind: ClassVar[str] = "register"
     optimizer_id: int
@@ -153,6 +154,7 @@ class Register(Message):
     gradient_bytes: int = 0
     exact: bool = False
     edge_part: float = 1.0
+    pushed_part: float = 1.0
 
 
 @message_kind
@@ -267,7 +269,8 @@ class Finished(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class HeaderNote(Message):
-    """The statistics in a step's reduced header, from rank 0's engine."""
+    """The statistics in a step's reduced header, from rank 0's engine. `sent_bytes` is the size of the gradients
+    after compression, 0 in an averaging of parameters."""
 
     kind: ClassVar[str] = "round"
     optimizer_id: int
@@ -281,6 +284,7 @@ class HeaderNote(Message):
     local_count: int
     mean_sqr: float
     folds: float
+    sent_bytes: int = 0
 
 
 @message_kind

@@ -136,7 +136,7 @@ class Agreement:
         self.mixed = self._mixed_by(header)
         if header.checksum_ok is False:
             self._listener.on_mismatch(step.number)
-        self._listener.on_step_end(step.number, header, self.plan, mean_sqr)
+        self._listener.on_step_end(step.number, header, self.plan, mean_sqr, step.sent_bytes)
         self._maybe_switch(step, header)
         return row
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,7 +39,8 @@ def logged(folder: Path, *, steps: int = 60, slow: float = 4.0) -> Path:
     events = [
         {"kind": "facts", "time_s": 0.0, "values": {"world_size": 4, "optimizer": {"parameter_bytes": 56_000}}},
         {"kind": "plan", "time_s": 0.0, "step": 0, "mode": "sync", "label": "sync"},
-        {"kind": "window", "time_s": 1.0, "step": 10, "noise_scale": 6.0, "ranks": {"compute_s": [0.05] * 4}},
+        {"kind": "window", "time_s": 1.0, "step": 10, "noise_scale": 6.0, "ranks": {"compute_s": [0.05] * 4},
+         "reduced_part": 0.5, "pushed_part": 0.25},
         {"kind": "window", "time_s": 2.0, "step": 20, "noise_scale": None},
         {"kind": "end", "time_s": 6.0, "step": steps},
     ]
@@ -49,7 +51,7 @@ def logged(folder: Path, *, steps: int = 60, slow: float = 4.0) -> Path:
 def test_a_run_is_read(tmp_path: Path) -> None:
     found = read_run(logged(tmp_path / "run"))
     assert found.compute_s.shape == (60, 4)
-    assert (found.comm_bytes, found.noise) == (56_000.0, 6.0)
+    assert (found.comm_bytes, found.noise, found.parts) == (56_000.0, 6.0, (0.5, 0.25))
     assert found.in_force is not None and found.in_force.share("sync") == 1.0
     assert found.seconds == pytest.approx(5.9 + 0.21, rel=0.01), "from the first step to the last one's end"
 
@@ -67,6 +69,14 @@ def test_what_each_mode_and_each_rank_cost(tmp_path: Path) -> None:
     assert found.ranks[2].gain == pytest.approx(0.71, rel=0.02)
     assert found.ranks[2].slowest_share == 1.0
     assert all(one.gain == pytest.approx(0.0, abs=1e-9) for one in found.ranks if one.rank != 2)
+
+
+def test_a_run_that_compressed_its_gradients_is_replayed_with_their_size(tmp_path: Path) -> None:
+    times = read_run(logged(tmp_path / "run"))
+    links: dict[str, Any] = {"comm_bytes": 1e7, "link_bytes_per_s": [25e6] * 4, "modes": ("local(4)",)}
+    whole, small = (what_if(times.compute_s, **links, reduced_part=part) for part in (1.0, 0.02))
+    relative = [next(one.relative for one in found.modes if one.label == "local(4)") for found in (whole, small)]
+    assert relative[0] < 1.0 < relative[1], "averagings of parameters are not compressed"
 
 
 def relaxed(folder: Path, label: str = "ps(backup=1)", *, steps: int = 200, dropped: int = 0) -> Path:

@@ -228,3 +228,23 @@ def test_partial_damps_late_gradients_as_the_live_job() -> None:
         predict(Plan.partial(8, 4, damping=name), slow).drift for name in ("inverse", "relative", "none")
     )
     assert relative == inverse < none
+
+
+def test_compression_shortens_reductions_and_pushes_but_no_parameters() -> None:
+    """10 MB over links of 10 MB/s: a ring takes 1.5 s, a push and its answer 1 s each; compute hides little of it."""
+    whole = conditions([0.01] * 4, rate=np.full(4, 1e7), comm_bytes=1e7)
+    reduced, pushed = dataclasses.replace(whole, reduced_part=0.02), dataclasses.replace(whole, pushed_part=0.25)
+
+    def saved_s(plan: Plan, small: Conditions) -> float:
+        return predict(plan, whole).interval_s - predict(plan, small).interval_s
+
+    for plan in (Plan.sync(4), Plan.partial(4, 3)):
+        assert saved_s(plan, reduced) == pytest.approx(0.98 * 1.5, rel=0.02), plan.label
+        assert saved_s(plan, pushed) == 0.0, plan.label
+    assert saved_s(Plan.subgroup(4, (0, 1, 2)), reduced) == pytest.approx(0.98 * 4 / 3, rel=0.02)
+    assert saved_s(Plan.local(4, steps=4), reduced) == saved_s(Plan.local(4, steps=4), pushed) == 0.0
+    server = Plan.ps(4, 1, servers=(0, 1, 2, 3))
+    assert saved_s(server, reduced) == 0.0 < saved_s(server, pushed)
+    # Over fast links a smaller form would cost more than it saves, and is not used.
+    fast = dataclasses.replace(pushed, rate=np.full(4, 1e10))
+    assert predict(server, fast).interval_s == predict(server, dataclasses.replace(fast, pushed_part=1.0)).interval_s

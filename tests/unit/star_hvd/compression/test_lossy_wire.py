@@ -12,7 +12,7 @@ from scheduler.records import Plan
 from scheduler.transmission.wire import FORMS, HALF, LOW_RANK, NONE, WireChoice
 from star_hvd.compression.lossy_wire import LossyWire
 from star_hvd.engine.applier import Applier
-from star_hvd.engine.buckets import Bucket, pack
+from star_hvd.engine.buckets import Bucket, Wire, pack
 from star_hvd.engine.device import Streams
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.step_engine import StepEngine
@@ -123,6 +123,36 @@ def test_every_gradient_is_applied_once_or_still_to_be_sent() -> None:
     assert used == set(range(len(FORMS))) and folds > 0 and proxied > 0
 
 
+class InTurn(WireChoice):
+    """Asks for all forms in turn."""
+
+    def observe(self, form: int, step_s: float, exposed_s: float) -> bool:
+        self.wanted = (self.wanted + 1) % len(FORMS)
+        return False
+
+
+class ChangingWorld(LossyWorld):
+    """A world whose leader asks for one form after another."""
+
+    def _engine(self, rank: int, seed: int, optimizer: str) -> StepEngine:
+        engine = super()._engine(rank, seed, optimizer)
+        wire_of(engine).choice = InTurn()
+        return engine
+
+
+def test_ranks_say_how_many_bytes_a_step_sent() -> None:
+    world = ChangingWorld(3, steps=12, uneven=False)
+    world.run()
+    forms = [NONE] + [header.wire for _, header in world.ears[0].headers][:-1]  # A header asks for the next step's.
+    whole, numel = 4 * 3 * SIDE * SIDE, 3 * SIDE * SIDE
+    small = {NONE: whole, HALF: 2 * numel, LOW_RANK: whole / 4}
+    assert set(forms) == set(small)
+    for form, sent_bytes in zip(forms, world.ears[0].sent_bytes, strict=True):
+        besides = 2_000  # Weights, and the header behind one bucket.
+        assert 0 < sent_bytes <= small[form] + besides, FORMS[form]
+        assert form == LOW_RANK or sent_bytes >= small[form], FORMS[form]
+
+
 def test_a_new_plan_begins_without_compression() -> None:
     """A rank that joins has not read what was asked for before."""
     world = LossyWorld(3, steps=4, uneven=False)
@@ -222,3 +252,10 @@ def test_a_wait_for_a_device_is_none_for_the_reduction() -> None:
     wire.computed(1.0)  # Of a step that this rank was late for: nobody waits.
     wire.ended(NONE)
     assert len(waits) == 3
+
+
+def test_a_push_is_a_quarter_of_the_gradient_where_loss_is_allowed() -> None:
+    made, _, _ = wire()
+    assert 0.25 < made.pushed_part < 0.26
+    made.forbid("they are: the clipping needs them")
+    assert made.pushed_part == 1.0 == Wire().pushed_part

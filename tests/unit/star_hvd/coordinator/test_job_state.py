@@ -544,6 +544,26 @@ def test_rank_0_may_tell_of_a_switch_first() -> None:
     assert job.engine.active.relaxed and job.engine.steps == 5 and job.engine.losses.usual == 1.5
 
 
+def test_decisions_know_how_many_bytes_steps_send() -> None:
+    job = Job()
+    for rank in range(3):
+        job.say(rank, m.Register(0, Plan.sync(3).to_dict(), {}, 1_000_000, pushed_part=0.25))
+    assert (job.engine.window().reduced_part, job.engine.window().pushed_part) == (1.0, 0.25)
+
+    def header(step: int, sent_bytes: int) -> None:
+        job.say(0, m.HeaderNote(0, step, 0, [0, 1, 2], 1.0, 3.0, 3.0, 0.0, 0, 0.0, 0.0, sent_bytes))
+
+    header(0, 1_004_000)  # With a header behind the gradient.
+    assert job.engine.window().reduced_part == 1.0
+    header(1, 20_000)
+    header(2, 0)  # An averaging.
+    header(3, 1_004_000)  # A trial without compression.
+    assert job.engine.window().reduced_part == 0.02
+    for step in range(4, 40):
+        header(step, 500_000)
+    assert job.engine.window().reduced_part == 0.5
+
+
 def test_arrivals_stay_hurried_as_long_as_a_rank_has_finished() -> None:
     job = Job()
     job.register(Plan.sync(3))

@@ -47,6 +47,8 @@ BAD = [
     m.Register(0, PLAN, {}, gradient_bytes=-1),
     m.Register(0, PLAN, {}, edge_part=0.0),
     m.Register(0, PLAN, {}, edge_part=math.nan),
+    m.Register(0, PLAN, {}, pushed_part=0.0),
+    m.Register(0, PLAN, {}, pushed_part=1.5),
     ServerUp(0, 1, 99, ["127.0.0.1", "1", "00"]),
     ServerUp(0, 1, -1, ["127.0.0.1", "1", "00"]),
     ServerUp(0, 1, 0, ["127.0.0.1"]),

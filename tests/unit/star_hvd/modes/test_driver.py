@@ -96,5 +96,5 @@ def test_of_a_step_that_may_close_early_only_the_arrival_wakes_the_threads_of_th
     sums = torch.zeros(codec.size)
     codec.write(0, Contribution(fresh=True, own_steps=1, weight=1.0), sums.numpy())
     reporter.on_arrive(0, 1)
-    reporter.on_step_end(0, codec.read(sums.numpy()), plan, 0.0)
+    reporter.on_step_end(0, codec.read(sums.numpy()), plan, 0.0, 0)
     assert sent == [(Arrive, True), (HeaderNote, False)]
