@@ -389,7 +389,10 @@ class SwitchMachine:
 
     def _opened(self, record: _Record, event: Event) -> list[Instruction]:
         assert isinstance(event, ModeOpened)
-        record.state, record.opened = S.ENTERED, True
+        record.opened = True
+        if record.state is S.UNDRAINED:
+            return []
+        record.state = S.ENTERED
         found: list[Instruction] = [UseMode(record.session, elsewhere=record.plan.mode != "local")]
         return [*found, CatchUp(record.session, record.ended)] if event.behind else found
 

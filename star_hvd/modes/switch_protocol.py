@@ -480,6 +480,7 @@ TRANSITIONS: tuple[Transition, ...] = (
     Transition((S.ENDED,), StepEnded, (S.OVER, S.ENDED), (ExitMode,), "if the mode is over, else unchanged"),
     Transition((S.UNDRAINED,), StepEnded, (S.UNDRAINED,), (DrainMode,), "once the training thread is in no mode"),
     Transition((S.UNDRAINED,), ModeDrained, (S.OVER,), (), ""),
+    Transition((S.UNDRAINED,), ModeOpened, (S.UNDRAINED,), (), "the plan ended as the training thread entered it"),
     Transition((S.WAITING,), ThreadLeft, (S.QUEUED,), (QueuePreparation,), ""),
     Transition(
         (S.IN_FORCE,), StateChecked, (S.IN_FORCE, S.ENTERED), (SeedServers, EnterMode),
@@ -520,7 +521,7 @@ NO_EFFECT: dict[type, tuple[PlanState, ...]] = {
     ModeDrained: (*EARLY, S.IN_FORCE, S.ENTERED, S.ENDED, *PAST),
     ThreadLeft: (S.UNKNOWN, S.QUEUED, *EARLY[3:], *LIVE, *PAST),
     StateChecked: (*EARLY, S.ENTERED, S.ENDED, S.UNDRAINED, *PAST),
-    ModeOpened: (*EARLY, S.ENTERED, S.ENDED, S.UNDRAINED, *PAST),
+    ModeOpened: (*EARLY, S.ENTERED, S.ENDED, *PAST),
     ThreadInactive: (*EARLY, *PAST),
     ThreadActive: (*EARLY, *PAST),
 }

@@ -21,7 +21,7 @@ from tests.support.reasons import names
 
 pytestmark = [pytest.mark.multiproc, needs("mlflow")]
 
-STEPS, RANKS = 120, 3
+STEPS, RANKS = 60, 3
 
 
 def _run(logs: Path, uri: str, **more: str) -> JobResult:
