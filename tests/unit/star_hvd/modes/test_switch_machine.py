@@ -337,7 +337,8 @@ class Rank(RuleBasedStateMachine):
 
     # ---- the coordinator ---------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.published is None)
+    # A rank gets the coordinator's messages in their order: what was announced comes before the next plan.
+    @precondition(lambda self: self.published is None and not self.announcements)
     @rule(kind=st.sampled_from(KINDS))
     def publish(self, kind: str) -> None:
         plan = plan_of(kind, max(self.plans) + 1)
@@ -593,7 +594,7 @@ def step(rank: Rank, name: str, chance: random.Random) -> None:
         rank.end_step(some)
     elif name == "check_state" and not rank.todo:
         rank.check_state(chance.random() < 0.2)
-    elif name == "publish" and rank.published is None:
+    elif name == "publish" and rank.published is None and not rank.announcements:
         rank.publish(chance.choice(KINDS))
     elif name in ("announce", "change_rule"):
         getattr(rank, name)(some)
