@@ -115,6 +115,7 @@ class OptimizerState:
         self.microbatch_fixed_part = math.nan  # See `MicrobatchService.fixed_part`.
         self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
         self.exact = False  # Whether `auto` may choose only modes that do not change the mathematics.
+        self._wanted_failed = ""  # Why the mode that the user asked for could not be prepared when it was last tried.
         self.no_loader_reason = ""  # Why the batch shares or the stealing that the user asked for are not possible.
         self.dropped: dict[int, OptimizerDropped] = {}  # Latest message of ranks that dropped the optimizer.
         self.closing = False  # Some ranks have made their last step: no further plan is published.
@@ -436,8 +437,9 @@ class OptimizerState:
         return f"{chosen}{refused}" if chosen else self._plain_reason()
 
     def _plain_reason(self) -> str:
-        if (self.refused is not None or self.no_loader_reason) and self.active.plain:
-            return f"{self.active.label}: {self.no_loader_reason or self.refused}"
+        hindrance = self.no_loader_reason or self.refused or self._wanted_failed
+        if hindrance and self.active.plain:
+            return f"{self.active.label}: {hindrance}"
         return f"{self.active.label}: {self.active.reason or 'asked for'}"
 
     @property
@@ -492,6 +494,8 @@ class OptimizerState:
             return
         self.active = self._published[plan_id]
         self.blocked.succeeded(self.active.mode)
+        if self._wanted is not None and self._wanted.mode == self.active.mode:
+            self._wanted_failed = ""
         self._published = {e: plan for e, plan in self._published.items() if e > plan_id}
         if self._switch is not None and self._switch.plan.plan_id <= plan_id:
             self._switch = None
@@ -506,8 +510,15 @@ class OptimizerState:
         assert self._switch is not None
         mode = self._switch.plan.mode
         if mode != "sync":
-            level = logging.WARNING if self.blocked.block(mode, now_s) else logging.INFO
-            logger.log(level, "mode %s is not possible at present: %s", mode, reason)
+            first, advice = self.blocked.block(mode, now_s), ""
+            if self._wanted is not None and self._wanted.mode == mode:
+                self._wanted_failed = f"{self._wanted.label} could not be prepared: {reason}"
+                advice = (
+                    f". Training continues in {self.active.label}, and {self._wanted.label}, which was asked for, is "
+                    "tried again in a minute, then less often: remove the cause meanwhile, or ask for another mode"
+                )
+            level = logging.WARNING if first else logging.INFO
+            logger.log(level, "mode %s is not possible at present: %s%s", mode, reason, advice if first else "")
         self._abandon(reason)
 
     def _abandon(self, reason: str) -> None:

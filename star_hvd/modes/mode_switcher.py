@@ -363,11 +363,17 @@ class ModeSwitcher:
                 raise StarError(f"an instruction that is unknown here: {each}; please report this")
 
     def _prepare(self, plan: Plan) -> None:
-        reason = self._engine.agreement.refusal(plan) or self._services.prepare(self._number, plan)
-        if reason is not None:
-            self._take_in(protocol.PlanRefused(plan.plan_id, reason))
-        else:
-            self._take_in(protocol.PlanPrepared(plan.plan_id, self._services.session(self._number, plan)))
+        event: protocol.Event
+        try:
+            reason = self._engine.agreement.refusal(plan) or self._services.prepare(self._number, plan)
+            if reason is not None:
+                event = protocol.PlanRefused(plan.plan_id, reason)
+            else:
+                event = protocol.PlanPrepared(plan.plan_id, self._services.session(self._number, plan))
+        except Exception as error:  # Else the coordinator and the other ranks would wait until `plan_deadline_s`.
+            logger.exception("rank %d: preparing %s failed", self.rank, plan.label)
+            event = protocol.PlanRefused(plan.plan_id, f"preparing it failed: {type(error).__name__}: {error}")
+        self._take_in(event)
 
     def _serve(self, plan_id: int) -> None:
         with self._presence:

@@ -111,7 +111,7 @@ class ModeServices:
         while (task := self._tasks.get()) is not None:
             try:
                 task()
-            except Exception:  # The plan is abandoned, since this rank does not report.
+            except Exception:  # A plan that this rank does not report on is abandoned in the end.
                 logger.exception("rank %d: preparing a plan failed", self._rank)
 
     def on_message(self, message: Message) -> None:

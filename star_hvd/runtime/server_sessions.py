@@ -14,7 +14,7 @@ from typing import Any
 
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.base import Message, ModeUnsupported, Send
-from star_hvd.channel.messages.switch import Drained, Presence, ServerRestarted, Servers, ServerUp
+from star_hvd.channel.messages.switch import Drained, PrepareFailed, Presence, ServerRestarted, Servers, ServerUp
 from star_hvd.config import Config
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
@@ -338,7 +338,10 @@ class ServerSessions:
             if index == 0:
                 for rank in sorted(self._absent - {self._rank}):  # Reported absent while no shard was open.
                     self._process.member(optimizer_id, rank, "absent")
+            session.begun = True
         self._process.seed(optimizer_id, number, snapshot)
+        if not (self._process.alive or self._stopped):  # Given up before all ranks had agreed on the plan.
+            supervised(self._recover, "star-ps-recover").start()
 
     def final_state(self, optimizer_id: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
         """Return the state with which a plan's servers ended at `version`, None if it is no longer available."""
@@ -371,13 +374,27 @@ class ServerSessions:
         try:
             endpoint = self._process.recover(self._config.control_deadline_s)
         except (DeadlineError, ChannelError, OSError) as error:
-            self._fail(-1, RankLostError(f"the parameter server of rank {self._rank} could not be recovered: {error}"))
+            self._give_up_server(f"the parameter server of rank {self._rank} could not be recovered: {error}")
             return
         logger.warning("rank %d: its parameter server is back after %.1f s", self._rank, time.monotonic() - began_s)
         self._tell(endpoint)
         while (newest := self._process.endpoint) not in (None, endpoint):
             endpoint = newest  # It died again, and its newer address may have been sent before the one above.
             self._tell(endpoint)
+
+    def _give_up_server(self, reason: str) -> None:
+        """Fail the optimizers whose servers' mode was in force; plans that have only been prepared are abandoned."""
+        with self._changed:
+            known = [(number, each) for number, sessions in self._sessions.items() for each in sessions]
+            own = [(number, each) for number, each in known if self._rank in each.plan.servers]
+            plans = [*self._announced, *((number, each.number) for number, each in own if not each.begun)]
+            needed = {number for number, each in own if each.begun}
+        if not self._stopped:
+            logger.error("rank %d: %s", self._rank, reason)
+        for optimizer_id, plan_id in plans:
+            self._send(PrepareFailed(optimizer_id, plan_id, reason))
+        for optimizer_id in sorted(needed):
+            self._fail(optimizer_id, RankLostError(reason))
 
     def _tell(self, endpoint: Endpoint) -> None:
         """Tell all ranks where this rank's server is now."""

@@ -1,6 +1,7 @@
 """Training on parameter servers with something killed: `python -m tests.fault.ps_job WHAT`.
 
-WHAT is `nothing`, `server` (a static job of four ranks in ps(4)) or `worker` (an elastic one in ps(2)).
+WHAT is `nothing`, `server` (a static job of four ranks in ps(4)), `worker` (an elastic one in ps(2)) or
+`unstartable PROGRAM` (servers are started with this program, which ends at once).
 """
 
 from __future__ import annotations
@@ -63,6 +64,26 @@ def server(kill: bool) -> None:
     write_result({"digest": digest(net), "before": before, "sync_steps": number, "steps": steps})
 
 
+def unstartable(program: str) -> None:
+    """Train in `ps(2)` until it is known that its servers cannot start, then some steps more."""
+    sys.executable = program
+    net, inner = model()
+    # The plan is abandoned because the servers end, not because of its deadline.
+    config = hvd.Config(plan_deadline_s=10.0 * PATIENCE_S)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="ps(2)", config=config)
+    number, said, known, limit_s = 0, "", False, time.monotonic() + PATIENCE_S
+    while not known:
+        step(net, optimizer, number)
+        number += 1
+        said = hvd.explain()
+        known = "could not be prepared" in said or time.monotonic() > limit_s
+        said, known = hvd.broadcast_object((said, known), 0, name="explain")
+    for again in range(STEPS):
+        step(net, optimizer, number + again)
+    write_result({"digest": digest(net), "mode": optimizer.mode, "explain": said, "steps": number})
+    optimizer.close()
+
+
 def worker() -> None:
     net, inner = model()
     named = net.named_parameters()
@@ -103,5 +124,7 @@ if __name__ == "__main__":
     hvd.init()
     if sys.argv[1] == "worker":
         worker()
+    elif sys.argv[1] == "unstartable":
+        unstartable(sys.argv[2])
     else:
         server(sys.argv[1] == "server")

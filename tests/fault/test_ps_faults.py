@@ -22,6 +22,19 @@ def test_a_killed_server_comes_back_with_every_update() -> None:
     assert job.results[0]["digest"] != job.results[0]["before"]
 
 
+def test_servers_that_cannot_start_hold_nobody_up_and_the_log_says_once_why(tmp_path: Path) -> None:
+    program = tmp_path / "python"
+    program.write_text("#!/bin/sh\necho ImportError: no such library >&2\nexit 3\n", encoding="utf-8")
+    program.chmod(0o700)
+    job = run_job("tests.fault.ps_job", "unstartable", str(program), ranks=4).check()
+    why = "could not be started: the process that forks it ended with exit status 3 (ImportError: no such library)"
+    for rank in job.results:
+        assert rank["mode"] == "sync" and why in rank["explain"], job.tail
+    assert len({rank["digest"] for rank in job.results}) == 1
+    (told,) = [line for line in job.output.splitlines() if "mode ps is not possible at present" in line]
+    assert why in told and "Training continues in sync, and ps(2), which was asked for, is tried again" in told
+
+
 def test_servers_that_die_while_buckets_of_a_push_arrive_or_leave_make_every_update_once() -> None:
     job = run_job("tests.fault.ps_background_job", "server", ranks=4).check()
     assert job.output.count("its parameter server died") == len(FAULTS), job.tail

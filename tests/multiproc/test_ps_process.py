@@ -56,7 +56,7 @@ def test_a_server_process_from_its_start_to_its_end() -> None:
     assert not any(psutil.pid_exists(pid) for pid in pids if pid is not None)
 
 
-def test_an_optimizer_that_fails_ends_the_server_with_a_reason() -> None:
+def test_an_optimizer_that_fails_ends_the_server_with_a_reason(capfd: pytest.CaptureFixture[str]) -> None:
     with cluster(Plan.ps(1, 1), processes=True, optimizer=Failing) as made:
         made.recovers = False
         made.clients[0].push(step=0, version=0, flats=made.gradients(0, 0), weight=1.0)
@@ -64,6 +64,7 @@ def test_an_optimizer_that_fails_ends_the_server_with_a_reason() -> None:
         assert made.wait_event("died")["returncode"] == 1
         with pytest.raises(DeadlineError, match="is a server dead"):
             made.clients[0].wait(0.2)
+    assert "the user's own mistake" in capfd.readouterr().err, "shown in the output of its rank"
 
 
 class Failing(torch.optim.SGD):
@@ -73,13 +74,43 @@ class Failing(torch.optim.SGD):
         raise RuntimeError("the user's own mistake")
 
 
-def test_a_server_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/true")
+@pytest.mark.parametrize(
+    ("program", "why"),
+    [
+        ("exit 0", "exit status 0; see"),
+        ("echo a warning >&2; echo ImportError: two >&2; exit 3", "exit status 3 (ImportError: two); see"),
+        ("sleep 60 <&0 & exit 4", "exit status 4; see"),  # Another process holds its connection.
+        ("kill -9 $$", "exit status -9; see"),
+        (None, "PermissionError: "),
+    ],
+)
+def test_a_server_that_cannot_start_says_so_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str], program: str | None, why: str
+) -> None:
+    """Whatever ends it, nobody waits for the deadline."""
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\n{program}\n", encoding="utf-8")
+    script.chmod(0o600 if program is None else 0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
     server = ServerProcess(3, JobKey.new(), "127.0.0.1")
-    with pytest.raises(DeadlineError, match="server of rank 3 did not listen"):
-        server.start(2.0)
+    for _ in range(2):
+        with pytest.raises(DeadlineError) as caught:
+            server.ensure(DEADLINE_S)
+        assert str(caught.value).startswith("the parameter server of rank 3 could not be started: ")
+        assert why in str(caught.value) and not server.alive
+    server.stop()
+    assert capfd.readouterr().err.count("a warning\n") == 2 * ("warning" in str(program)), "shown in the rank's output"
+
+
+def test_a_server_that_cannot_listen_says_why() -> None:
+    server = ServerProcess(3, JobKey.new(), "192.0.2.1")  # Reserved for documentation.
+    with pytest.raises(DeadlineError, match=r"could not be started: \w+Error: .*[Aa]ssign requested address"):
+        server.ensure(DEADLINE_S)
     assert not server.alive
     server.stop()
+
+
+def test_orders_to_a_server_that_was_never_started_are_refused() -> None:
     with pytest.raises(ChannelError, match="has not been started"):
         ServerProcess(3, JobKey.new(), "127.0.0.1").set_plan(0, Plan.ps(1, 1))
 

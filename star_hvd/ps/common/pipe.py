@@ -217,6 +217,8 @@ class Pipe:
         while not self._received and not stopped() and (left_s := limit_s - time.monotonic()) > 0.0:
             if self.poll(min(_CHECK_S, left_s)):
                 self._read()
+        if not self._received and self.poll(0.0):  # It may have come just before the wait was stopped.
+            self._read()
         if not self._received or self._received[0] is None:
             raise DeadlineError(f"no message came through the pipe of a parameter server within {deadline_s:g} s")
         found = self._received.popleft()

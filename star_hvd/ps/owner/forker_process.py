@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from star_hvd.errors import DeadlineError
 from star_hvd.locks import ordered_lock
 from star_hvd.ps.common.forking import REPORT, STARTED
+from star_hvd.ps.common.mirror import new_memory
 from star_hvd.ps.owner.watchdog import thread_state
 
 __all__ = ["ForkedServer", "ForkerProcess"]
@@ -28,6 +29,9 @@ _CHECK_S = 0.2
 _POLL_S = 0.02
 _WARM_S = 5.0  # After its imports the forker answers within this, or counts as hung.
 _STATUS_S = 1.0  # Longest wait for a server's exit status after its end.
+_STDERR = 2
+_KEPT_BYTES = 1 << 16  # Of what a forker wrote to standard error while it started.
+_MOST_CHARACTERS = 300  # Of its last line.
 
 
 class ForkedServer:
@@ -114,6 +118,7 @@ class ForkerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._warm = False
+        self._errors: int | None = None  # Memory with what a forker that starts has written to standard error.
         self._lock = ordered_lock("ForkerProcess._lock")  # Guards reads, which do not block.
         self._started: deque[int] = deque()
         self._statuses: dict[int, int] = {}
@@ -131,37 +136,64 @@ class ForkerProcess:
             OSError: The system cannot start a process.
         """
         limit_s = time.monotonic() + deadline_s
+        reason = f"no parameter server was started within {deadline_s:g} s; this host may lack processor time or memory"
         while not stopped() and time.monotonic() < limit_s:
             if self._process is None or self._process.poll() is not None:
                 self._start()
             was_warm = self._warm
             self._started.clear()
             pid = self._ask(end, min(_WARM_S, limit_s - time.monotonic()) if was_warm else deadline_s, stopped)
+            last_line = self._pass_on_errors()
             if pid is not None:
                 self._warm = True
                 return ForkedServer(pid, self)
+            if not was_warm and (status := self._exit_status(stopped)) is not None:
+                reason = f"the process that forks it ended with exit status {status}{last_line and f' ({last_line})'}"
             self.stop()  # The forker hangs or was killed: start a new one.
             if not was_warm:
                 break
-        raise DeadlineError(
-            f"no parameter server was started within {deadline_s:g} s; this host may lack processor time or memory"
-        )
+        raise DeadlineError(reason)
 
     def _start(self) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         command = [sys.executable, "-m", "star_hvd.ps.server.forker", str(os.getpid())]
+        self._pass_on_errors()  # Of one that the system could not start.
+        self._errors = new_memory()
         with theirs:
             # At normal priority: at the lowest, a job of four ranks on two cores stalled more, not less.
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=dict(self._environment()))
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stderr=self._errors, env=dict(self._environment())
+            )
         self._socket, self._warm = mine, False
 
+    def _pass_on_errors(self) -> str:
+        """Write to standard error what a forker has written while it started; return the last line."""
+        memory, self._errors = self._errors, None
+        if memory is None:
+            return ""
+        # The position is shared with the forker, so nothing here moves it.
+        text = os.pread(memory, _KEPT_BYTES, max(0, os.fstat(memory).st_size - _KEPT_BYTES))
+        os.close(memory)
+        with contextlib.suppress(OSError):
+            os.write(_STDERR, text)
+        return (text.decode(errors="replace").strip().splitlines() or [""])[-1][:_MOST_CHARACTERS]
+
+    def _exit_status(self, stopped: Callable[[], bool]) -> int | None:
+        """Return the exit status of a forker that has ended, also if it ends just now; None if it runs."""
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(0.0 if stopped() else _STATUS_S)
+        return None
+
     def _ask(self, end: socket.socket, deadline_s: float, stopped: Callable[[], bool]) -> int | None:
-        assert self._socket is not None
+        assert self._socket is not None and self._process is not None
         limit_s = time.monotonic() + deadline_s
         try:
-            socket.send_fds(self._socket, [b"f"], [end.fileno()])
+            socket.send_fds(self._socket, [b"f"], [end.fileno(), *_standard_error()])
             while not self._started and not stopped() and time.monotonic() < limit_s:
                 self._read(_CHECK_S)
+                if self._process.poll() is not None:  # A process forked by the program may hold the socket's other end.
+                    break
         except OSError:
             pass  # The forker is gone.
         return self._started.popleft() if self._started else None
@@ -206,3 +238,10 @@ class ForkerProcess:
             self._socket.close()
             self._socket = None
 
+
+def _standard_error() -> list[int]:
+    """Return this process's standard error, on which servers write, or nothing if it was closed."""
+    with contextlib.suppress(OSError):
+        os.fstat(_STDERR)
+        return [_STDERR]
+    return []

@@ -40,6 +40,7 @@ Event = dict[str, Any]
 _THREADS = 1  # A server's compute threads: ranks train on the same host.
 _CHECK_S = 0.25  # Interval of checks of the process.
 _IDLE_S = 60.0
+_STATUS_S = 1.0  # Longest wait for the end of a process that has closed its pipe.
 _KILL_S = 5.0  # A killed process is gone within this, unless the system itself hangs.
 
 
@@ -205,36 +206,32 @@ class ServerProcess:
         """Under the lock: make the start that callers wait for fail."""
         if self._wanted_s is not None:
             self._failure = DeadlineError(
-                f"the parameter server of rank {self._rank} did not listen within {self._wanted_s:g} s ({why}); "
-                "see its messages in the output of this rank"
+                f"the parameter server of rank {self._rank} could not be started: {why}; see its messages in "
+                "that rank's output"
             )
             self._failure.__cause__ = cause
             self._wanted_s = None
             self._changed.notify_all()
 
     def _launch(self, deadline_s: float) -> tuple[ForkedServer, Pipe] | None:
-        """Start a process and send it its predecessor's orders. Return None if it does not listen in time."""
+        """Start a process and send it its predecessor's orders. Return None if it ends or does not listen in time."""
         mine, theirs = socket.socketpair()
         try:
             with theirs:
                 process, pipe = self._spawn(theirs, deadline_s), Pipe(mine)
-        except (DeadlineError, OSError) as error:  # No process could be started.
+        except Exception as error:  # No process could be started; callers wait, whatever the reason.
             mine.close()
+            why = str(error) if isinstance(error, DeadlineError) else f"{type(error).__name__}: {error}"
             with self._changed:
-                self._failed(str(error), error)
+                self._failed(why, error)
             return None
         try:
-            pipe.send(self._configuration())
-            answer = pipe.wait(deadline_s, lambda: self._stopping)
-            if "endpoint" not in answer:
-                raise ChannelError(f"a parameter server could not start: {answer.get('reason', answer)}")
-            endpoint = Endpoint.from_list(answer["endpoint"])
-        except (DeadlineError, ChannelError, OSError) as error:
-            code = process.poll()
+            endpoint = self._await_endpoint(process, pipe, deadline_s)
+        except Exception as error:
+            why = str(error) if isinstance(error, ChannelError) else self._why_silent(process, deadline_s)
             _kill(process)
             pipe.close()
             with self._changed:
-                why = str(error) if isinstance(error, ChannelError) else f"exit code {code}"
                 self._failed(why, error)
             return None
         with self._changed:
@@ -246,6 +243,22 @@ class ServerProcess:
             self._wanted_s = None
             self._changed.notify_all()
         return process, pipe
+
+    def _await_endpoint(self, process: ForkedServer, pipe: Pipe, deadline_s: float) -> Endpoint:
+        """Configure a new process, and return where it listens; it is not waited for once it has ended."""
+        pipe.send(self._configuration())
+        # A process forked by the program may hold the pipe's other end, so its end may not show there.
+        answer = pipe.wait(deadline_s, lambda: self._stopping or process.poll() is not None)
+        if "endpoint" not in answer:
+            raise ChannelError(str(answer.get("reason", answer)))
+        return Endpoint.from_list(answer["endpoint"])
+
+    def _why_silent(self, process: ForkedServer, deadline_s: float) -> str:
+        """Return why a new process has not said where it listens."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.0 if self._stopping else _STATUS_S)
+            return f"its process ended with exit status {process.returncode}"
+        return f"it did not listen within {deadline_s:g} s; this host may lack processor time or memory"
 
     def _configuration(self) -> dict[str, Any]:
         """Return a new process's first message."""

@@ -1,8 +1,9 @@
 """`python -m star_hvd.ps.server.forker OWNER`: forks servers for the owner at its standard input; see `forker`.
 
 It has no threads, so forking is safe. It ends when the owner's thread that started it ends, and its servers end with
-it. A request on standard input is one byte accompanied by one end of a server's pipe as a file descriptor; the replies
-are the server's process id and, once it has ended, its exit status.
+it. A request on standard input is one byte accompanied by one end of a server's pipe as a file descriptor, and by the
+owner's standard error if it has one, which replaces the memory that the owner reads if this process does not get that
+far; the replies are the server's process id and, once it has ended, its exit status.
 """
 
 from __future__ import annotations
@@ -43,11 +44,14 @@ def main() -> int:
         if owner not in ready:
             continue
         try:
-            data, descriptors, _, _ = socket.recv_fds(owner, 1, 1)
+            data, descriptors, _, _ = socket.recv_fds(owner, 1, 2)
         except OSError:
             return 0
         if not data:
             return 0
+        for standard_error in descriptors[1:]:
+            os.dup2(standard_error, 2)
+            os.close(standard_error)
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)

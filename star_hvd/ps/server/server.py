@@ -499,7 +499,7 @@ def main(parent: int) -> int:
     leave_out()
     try:
         server = Server(pipe, config)
-    except OSError as error:
+    except Exception as error:  # Whatever it is, the owner says so.
         with contextlib.suppress(OSError):  # The owner may be gone.
             pipe.send({"event": "failed", "reason": f"{type(error).__name__}: {error}", "while": "starting"})
             pipe.close(_FLUSH_S)

@@ -196,6 +196,23 @@ def test_the_mode_a_user_asked_for_is_tried_again() -> None:
     assert len(only(job.pass_time(125.0), m.PlanMessage)) == 1
 
 
+def test_a_user_is_told_once_that_the_mode_asked_for_is_not_possible_and_what_to_do(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = Job(3)
+    job.register(Plan.ps(3, 2))
+    for plan_id in (1, 2):
+        job.say(1, PrepareFailed(0, plan_id, "the server of rank 1 could not be started"))
+        assert "ps(2) could not be prepared: rank 1: the server of rank 1" in job.engine.explain()
+        job.pass_time(61.0)
+    (told,) = [each for each in caplog.messages if "ps(2), which was asked for, is tried again" in each]
+    assert "the server of rank 1 could not be started. Training continues in sync" in told
+    job.pass_time(60.0)
+    for rank in range(3):
+        job.arrive(rank, 5, plan_id=3)
+    assert job.engine.active.mode == "ps" and "could not" not in job.engine.explain()
+
+
 def test_a_mode_that_makes_no_sense_here_is_not_asked_for_all_the_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -116,12 +116,19 @@ class Rank:
         self.services = services or Servers()
         self.tasks: deque[Callable[[], None]] = deque()
         self.ready: list[int] = []
+        self.refused: dict[int, str] = {}
         self.switcher = ModeSwitcher(
-            0, self.engine, self.services, report=lambda plan, reason: self.ready.append(plan.plan_id),
+            0, self.engine, self.services, report=self.report,
             unsupported=lambda plan, reason: None, ranks=ranks, local=cast(Any, None),
             later=self.tasks.append, deadline_s=1.0, push_deadline_s=0.05,
         )  # fmt: skip
         self.engine.taken_up = self.switcher.taken_up
+
+    def report(self, plan: Plan, reason: str | None) -> None:
+        if reason is None:
+            self.ready.append(plan.plan_id)
+        else:
+            self.refused[plan.plan_id] = reason
 
     def run_tasks(self) -> None:
         while self.tasks:
@@ -206,6 +213,21 @@ def test_a_plan_that_was_given_up_is_not_prepared_afterwards() -> None:
     made.switcher.abandon(4)
     made.switcher.leave()
     assert 4 not in made.services.prepared and not made.tasks
+
+
+def test_a_rank_that_cannot_prepare_a_plan_says_so_whatever_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the others wait for it until `plan_deadline_s`."""
+    made = Rank(3)
+
+    def fail(*unused: object) -> str | None:
+        raise OSError("too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.services, "prepare", fail)
+        made.offer(SERVED)
+    assert made.refused == {2: "preparing it failed: OSError: too many open files"} and not made.ready
+    made.offer(OTHER)
+    assert made.ready == [4]
 
 
 def test_a_postponed_plan_is_handed_on_once() -> None:

@@ -12,9 +12,10 @@ import pytest
 
 import star_hvd.runtime.server_sessions as module
 from scheduler.plan.plan import Plan
-from star_hvd.channel.messages.switch import Presence, ServerRestarted, Servers, ServerUp
+from star_hvd.channel.messages.switch import PrepareFailed, Presence, ServerRestarted, Servers, ServerUp
 from star_hvd.config import Config
 from star_hvd.engine.records import Snapshot
+from star_hvd.errors import DeadlineError, RankLostError
 from star_hvd.ps.common.auth import Endpoint, JobKey
 from star_hvd.runtime.server_sessions import ServerSessions
 from tests.support.ps_cluster import DEADLINE_S, Cluster, ThreadServer
@@ -49,6 +50,7 @@ class Owner:
         self.on_event = on_event
         self.endpoint: Endpoint | None = None
         self.pid: int | None = None
+        self.alive = True
         self.closed: list[int] = []
         self.orders: list[tuple[Any, ...]] = []
 
@@ -355,6 +357,37 @@ def test_a_plan_whose_server_dies_again_and_again_is_given_up(made: Made, monkey
     made.sent.clear()
     made.owner.die()
     assert made.sent == [], "nobody waits for its address any more"
+
+
+def unrecoverable(deadline_s: float) -> Endpoint:
+    raise DeadlineError("no memory")
+
+
+def test_a_server_that_no_mode_needs_yet_fails_only_the_plan_that_is_prepared(
+    made: Made, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training goes on in `sync`; if all ranks had agreed on the plan already, the server is tried once more."""
+    failures: list[BaseException] = []
+    made.engine.fail = failures.append
+    made.drivers[0].active_mode = None
+    plan = Plan.ps(4, 3, servers=(2,)).replace(plan_id=1)
+    made.prepare(plan)
+    made.sent.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(made.owner, "recover", unrecoverable)
+        made.owner.die()
+    made.owner.alive = False
+    (failed,) = made.sent
+    assert isinstance(failed, PrepareFailed) and failed.plan_id == 1 and "no memory" in failed.reason
+    assert not failures
+    made.engine.plan = plan
+    made.sessions.begun(0, plan)
+    made.seed(plan)
+    assert within(lambda: isinstance(made.sent[-1], ServerRestarted))
+    with monkeypatch.context() as patch:
+        patch.setattr(made.owner, "recover", unrecoverable)
+        made.owner.die()
+    assert len(failures) == 1 and isinstance(failures[0], RankLostError), "now it holds the parameters"
 
 
 def meanwhile(*works: Callable[[], Any]) -> list[threading.Thread]:

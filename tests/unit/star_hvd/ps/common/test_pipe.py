@@ -36,6 +36,16 @@ def messages_of(pipe: Pipe) -> Iterator[Any]:
         yield from pipe.receive()
 
 
+def test_a_message_that_came_before_the_wait_was_stopped_is_not_lost() -> None:
+    one, other = ends()
+    one.send({"do": "ping"})
+    assert other.wait(LIMIT_S, lambda: True) == {"do": "ping"}
+    with pytest.raises(DeadlineError):
+        other.wait(LIMIT_S, lambda: True)
+    one.close()
+    other.close()
+
+
 def test_a_side_that_does_not_read_stops_nobody_and_gets_everything_in_order_later() -> None:
     others = running("star-ps-pipe")
     mine, theirs = ends()
