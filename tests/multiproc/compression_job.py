@@ -20,6 +20,7 @@ from scheduler.transmission.wire import FORMS, LOW_RANK, NONE, WireChoice
 from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
 from star_hvd.compression.pushes import PushCodec
 from star_hvd.compression.server_pushes import ServerPushes
+from star_hvd.runtime import runtime
 from tests.multiproc.modes import CONFIG, publish, within
 from tests.multiproc.scenarios import digest
 from tests.support.inside import driver_of, inside
@@ -74,6 +75,16 @@ def step(net: torch.nn.Module, optimizer: Any, number: int) -> float:
     return float(loss.detach())
 
 
+def parts(optimizer: Any) -> list[float]:
+    """What rank 0's decisions know of the sizes of reductions and pushes, in parts of a whole gradient."""
+    run = runtime.current()
+    if run is None or run.coordinator is None:
+        return []
+    with run.coordinator.job_state() as job:
+        known = job.optimizers[driver_of(optimizer).number].window()
+    return [known.reduced_part, known.pushed_part]
+
+
 def tour() -> dict[str, Any]:
     """Through modes and back, compressed wherever gradients are reduced with those of all ranks or of a subgroup."""
     net = wide()
@@ -92,12 +103,13 @@ def tour() -> dict[str, Any]:
             forms.add(FORMS[wire.form])
             number += 1
         seen[f"{len(seen)} {mode}"] = sorted(forms)
-    state = optimizer.state_dict()
+    state, known = optimizer.state_dict(), parts(optimizer)
     optimizer.close()
     left = state[STATE_KEY]["residuals"]
     return {
         "digest": digest(net),
         "forms": seen,
+        "parts": known,
         "first": losses[0],
         "last": sum(losses[-5:]) / 5,
         "left": float(sum(value.norm() for value in left.values())),

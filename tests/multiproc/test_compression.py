@@ -29,6 +29,8 @@ def test_replicas_are_equal_through_modes_and_back() -> None:
             outside = rank == 3 and "subgroup" in mode
             assert outside or "local" in mode or "low rank" in forms, f"rank {rank} did not compress in {mode}"
         assert result["last"] < 0.7 * result["first"] and result["left"] > 0
+    reduced_part, pushed_part = results[0]["parts"]
+    assert 0.1 < reduced_part < 0.5 and 0.25 < pushed_part < 0.3, "decisions do not know what is sent"
 
 
 def test_what_is_left_to_send_is_in_the_optimizers_state() -> None:
