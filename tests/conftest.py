@@ -18,6 +18,9 @@ from tests.support.slots import job_slot
 settings.register_profile("star", max_examples=cases(100), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("star")
 
+# Tests share the cores: threads of several processes that wait for each other actively take them from one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Every lock of the package is compared with the order of `star_hvd.locks`, here and in the jobs that tests start.
 os.environ.setdefault("STAR_CHECK_LOCKS", "1")
 

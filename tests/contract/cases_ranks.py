@@ -129,11 +129,11 @@ def a_delay_in_backward_is_named(ctx: Context) -> None:
     assert report is not None and report.mode == "sync" and report.step >= steps - 1
     assert len(report.stragglers) == 1 and f"rank {slow}" in report.stragglers[0], report.stragglers
     line = report.ranks[slow]
-    assert line.slowdown > 2 and line.cause and 0.18 < line.compute_s < 0.4, line
+    assert line.slowdown > 2 and line.cause and line.compute_s > 0.18, line
     for other in report.ranks:
         if other.rank != slow:
             assert other.slowdown == 1.0 and not other.cause
-            assert other.compute_s < 0.1 and other.wait_s > 0.1, other
+            assert other.compute_s < 0.5 * line.compute_s and other.wait_s > 0.1, other
     assert f"rank {slow}" in str(report)
     with raises(ValueError, "there is no optimizer"):
         star_hvd.report(10_000)

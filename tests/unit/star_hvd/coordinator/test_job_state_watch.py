@@ -222,6 +222,17 @@ def test_one_step_is_not_enough_where_something_else_may_be_the_cause(
     assert [lockstep(job, step, comm_s=comm_s) for step in range(2)] == [[], []]
 
 
+@pytest.mark.parametrize("compressed", [False, True])
+def test_rates_are_heeded_if_they_explain_steps_with_what_compression_leaves(compressed: bool) -> None:
+    """10 MB take 600 ms on these links: steps of 50 ms show that the rates are wrong, or that 200 kB were sent."""
+    job = slow_link_job([2.5e7] * 4, 10_000_000)
+    for step in range(12):
+        assert lockstep(job, step, comm_s=0.02) == []
+        sent_bytes = 200_000 if compressed else 10_000_000
+        job.say(0, m.HeaderNote(0, step, 0, [0, 1, 2, 3], 1.0, 4.0, 4.0, 0.0, 0, 0.0, 0.0, sent_bytes))
+    assert [math.isfinite(one.link_bytes_per_s) for one in job.engine.window().ranks] == [compressed] * 4
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_probes_that_were_slow_beside_other_work_change_nothing(seed: int) -> None:
     """A busy machine: some probes took 20 times as long, reductions vary by a factor of 4, no link is slow."""
