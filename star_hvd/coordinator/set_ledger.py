@@ -18,7 +18,7 @@ from star_hvd.channel.messages.switch import DropSet, MakeSet
 __all__ = ["MOST_SETS", "SetLedger"]
 
 MOST_SETS = 4
-"""Sets kept in addition to those still needed."""
+"""Sets up to which unused ones are kept, those still needed included."""
 _SUSPECTED_S = 600.0
 """How long a set is kept that no plan has used; others are kept for `SET_IDLE_S`. Making a set blocks the job for a
 third of a second and is impossible while a collective is slow over a slow link."""
