@@ -1,7 +1,8 @@
 """Trains scikit-learn's digits on several processes: horovodrun -np 4 python examples/digits.py
 
-Two lines had to change from a script for plain Horovod, marked (1) and (2). The calls of `record_loss`, `record_metric`,
-`report` and `explain` are additions, and may be left out. To see what the two lines do, make a rank slow: `--slow-rank 3` lets it take four times as long for a batch as the others.
+Two lines had to change from a script for plain Horovod, marked (1) and (2). The calls of `record_loss`,
+`record_metric`, `report` and `explain` are additions, and may be left out. To see what the two lines do, make a rank
+slow: `--slow-rank 3` lets it take four times as long for a batch as the others.
 """
 
 import argparse

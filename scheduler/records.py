@@ -221,7 +221,7 @@ class Window:
     Attributes:
         step: Global step at the end of the window.
         ranks: One entry per rank, in order; a rank without reports has empty tuples. A tuple or a `RankTable`.
-        noise_scale: Gradient noise scale in units of samples or of reference batches, NaN if unknown.
+        noise_scale: Gradient noise scale in usual gradients of one rank, NaN if unknown.
         comm_bytes: Gradient bytes a rank reduces per step, 0 if unknown.
         edge_part: Fraction of those bytes in the bucket that backward fills last and forward needs first; 1 if buckets
             travel together.

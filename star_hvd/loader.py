@@ -132,7 +132,7 @@ def _stream_loader(source: Source, batches: int | None, config: Config | None) -
     batches = whole_number(batches, "batches")
     if batches < 0:
         raise ValueError(f"shard batches is {batches}; expected 0 or more")
-    stream = DataLoader(source.data, batch_size=source.batch_size, drop_last=source.drop_last, **source.options)
+    stream = Stream(source.data, source.batch_size, drop_last=source.drop_last, options=source.options)
     return ShardLoader(source.data, 1, order=Permutation(batches, shuffle=False, seed=0), stream=stream, config=config)
 
 
@@ -155,7 +155,7 @@ class ShardLoader:
         order: Order,
         drop_last: bool = False,
         options: Mapping[str, Any] | None = None,
-        stream: DataLoader[Any] | None = None,
+        stream: Stream | None = None,
         config: Config | None = None,
         microbatches: int | None = None,
     ) -> None:
@@ -166,20 +166,16 @@ class ShardLoader:
         self.lease_waits: collections.deque[int] = collections.deque(maxlen=_EPOCHS_KEPT)
         self._order, self._seed, self._drop_last = order, order.seed, bool(drop_last)
         self._feeder = Feeder(dataset, dict(options or {})) if stream is None else None
-        self._stream = Stream(stream) if stream is not None else None
+        self._stream = stream
         self._positions = order.expected()
         self._config = config
         self._run = runtime.ensure(config)
-        self._number = self._run.client.loader_number()
+        self._number = -1  # In the order in which loaders are first iterated, which is the same on all ranks.
         self._passes = 0  # Iterations under this number; not the epoch, which may be chosen again.
         self._next_stock: LeaseStock | None = None
         self._open: _Interrupted | None = None  # The current epoch, or the one left in the middle.
         self._resume: dict[str, Any] | None = None
         self._may_meet: bool | None = None  # Whether ranks may meet within the passes of this stream, once known.
-        reference = batch_size if stream is None else stream.batch_size or 1
-        if self._run.reference_samples == 0:
-            self._run.reference_samples = float(reference)
-        self._reference_samples = self._run.reference_samples
         self._microbatches, self._warns = microbatches or 0, True
         if self._parts and self._feeder is not None and self._feeder.initializes_workers:
             logger.warning("shard with microbatches and a worker_init_fn: %s", IN_THREAD_NOTE)
@@ -223,13 +219,16 @@ class ShardLoader:
     def __iter__(self) -> Iterator[Any]:
         if runtime.current() is not self._run:  # Horovod was initialized again (elastic).
             self._run = runtime.ensure(self._config)
-            self._number, self._passes, self._next_stock = self._run.client.loader_number(), 0, None
-            self._run.reference_samples = self._run.reference_samples or self._reference_samples
+            self._number, self._passes, self._next_stock = -1, 0, None
+        if self._number < 0:
+            self._number = self._run.client.loader_number()
         self._evaluates = not torch.is_grad_enabled()
         if self._shares is not None:
             self._run.asked.check_shares(self.batch_size)
         epoch, order, done = self._next_order()
         run = self._run
+        if run.reference_samples == 0 and not self._evaluates:
+            run.reference_samples = self._usual_batch(order)
         # Other ranks may have made steps without this one since the last epoch.
         run.catch_up()
         run.feeding.begin(self._number)
@@ -382,6 +381,14 @@ class ShardLoader:
         run.feeding.note(self._number, samples / run.reference_samples)
         for driver in run.drivers.values():
             driver.reporter.note_samples(self._number, samples, size, run.reference_samples)
+
+    def _usual_batch(self, order: EpochOrder) -> float:
+        """Return the samples of a usual batch; the same on all ranks, also on one that has joined an elastic job."""
+        if self._stream is not None:
+            return float(self._stream.batch_size)
+        if isinstance(self._order, BatchOrder) and len(order):
+            return max(1.0, order.samples([(0, len(order))]) / len(order))
+        return float(self.batch_size)
 
     def _reference_batch(self) -> int:
         whole = self._stream is not None or isinstance(self._order, BatchOrder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,7 +60,7 @@ _EXACT = frozenset(("sync",))  # It includes `sync(balanced)` and `sync(steal)`.
 _FED_BY = 8  # Steps after which a loader of `shard` is known if there is one.
 _REGROUP_AFTER = 20  # Consecutive decisions that prefer other groups before new groups are formed.
 _RATES_S = 3.0  # Longest wait for the rates of links before servers are placed; a sweep takes at most 2 s.
-_SENT_STEPS = 32  # More than a trial of a form of gradients takes.
+_SENT_STEPS = 32  # Steps that say what is usual: more than a trial of a form of gradients takes.
 _OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
 
@@ -130,6 +131,7 @@ class OptimizerState:
         self._hosts = tuple(hosts) or ("localhost",) * world_size
         self.gradient_bytes, self.edge_part, self.pushed_part = 0, 1.0, 1.0
         self._sent_bytes: deque[int] = deque(maxlen=_SENT_STEPS)  # Of the latest steps that reduced gradients.
+        self._weights: deque[float] = deque(maxlen=_SENT_STEPS)  # Mean weights of a rank in the latest such steps.
         self.links = LinkRelevance(self.history, self.arrivals, world_size)
         self.silent_s: Sequence[float] = [0.0] * world_size
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
@@ -231,9 +233,12 @@ class OptimizerState:
         if message.sent_bytes > 0:
             self._sent_bytes.append(message.sent_bytes)
         if message.local_count == self.world_size and message.folds == 0 and message.weight > 0:
-            # Weights are batch sizes over a reference, so both batches and the noise scale are in that unit.
+            # Weights may be in any unit, as tokens are; the noise scale is in usual gradients of one rank.
             mean_weight = message.weight / self.world_size
-            self.noise.update(message.local_sqr / message.weight, message.mean_sqr, mean_weight, message.weight)
+            self._weights.append(mean_weight)
+            usual = statistics.median(self._weights)
+            whole, part = message.weight / usual, mean_weight / usual
+            self.noise.update(message.local_sqr / message.weight, message.mean_sqr, part, whole)
 
     def mode_unsupported(self, rank: int, message: ModeUnsupported, now_s: float) -> None:
         """Abandon a plan because a rank cannot run relaxed modes at all; return to `sync` if the plan is active."""

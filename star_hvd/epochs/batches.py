@@ -106,7 +106,7 @@ class LeasedBatches:
         stock, order, feeder = self._stock, self._order, self._feeder
         began_s = time.monotonic()
         while True:
-            found = feeder.next(self._take)
+            found = feeder.next(stock, self._take)
             if found is not None:
                 batch, data = found
                 samples = order.samples(batch.spans)
@@ -256,8 +256,8 @@ class StreamBatches:
                 return  # The loaded batch becomes the first one of the next epoch.
             if stock.delivered == 2:
                 self._equal.check()
-            data = stream.take()
-            self._note(stream.samples(data), time.monotonic() - began_s, 0.0)
+            samples, data = stream.take()
+            self._note(samples, time.monotonic() - began_s, 0.0)
             yield data
             began_s = time.monotonic()
         self._equal.check(ended=stock.delivered)

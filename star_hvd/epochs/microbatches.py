@@ -110,7 +110,7 @@ class LeasedMicrobatches:
                     return data
                 if found is False:  # Of a later step; None means that it was called back.
                     self._loaded.append((batch, data))
-            more = feeder.next(stock.formed)
+            more = feeder.next(stock, stock.formed)
             if more is None:
                 feeder.start()
             else:

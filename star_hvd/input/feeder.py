@@ -17,18 +17,19 @@ import multiprocessing
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import default_collate
 
+from star_hvd.errors import StarError
 from star_hvd.input.lease_stock import Batch, LeaseStock
 from star_hvd.input.microbatches import MicrobatchStock
 from star_hvd.patches import forks_can_hang, horovod_patches
 
-__all__ = ["IN_THREAD_NOTE", "Feeder", "Indices", "loader_options", "warn_of_forks"]
+__all__ = ["IN_THREAD_NOTE", "Feeder", "Indices", "collates_here", "loader_options", "warn_of_forks"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -81,8 +82,7 @@ class Feeder:
         self._persistent = bool(options.get("persistent_workers")) or not options.get("num_workers")
         self.in_order = bool(options.get("in_order", True))
         self.collates_by_default = options.get("collate_fn") in (None, default_collate)
-        forks = bool(options.get("num_workers")) and _start_method(options.get("multiprocessing_context")) == "fork"
-        # Workers of other start methods would have to import this package.
+        forks = bool(options.get("num_workers")) and collates_here(options)
         self._numbered = forks or not self.in_order
         self._sampler = _Sampler(numbered=self._numbered)
         if self._numbered:
@@ -119,12 +119,21 @@ class Feeder:
         self._sampler.begin(stock, indices)
         self._batches = iter(())
 
-    def next(self, begin: Callable[[int], Batch | None]) -> tuple[Batch, Any] | None:
+    def next(self, stock: Stock, begin: Callable[[int], Batch | None]) -> tuple[Batch, Any] | None:
         """Return the next batch that was not called back; None if no more are in progress.
 
         Args:
+            stock: That of the loop that asks.
             begin: Begins the batch with a given number; returns None if it was called back.
+
+        Raises:
+            StarError: Another loop over the same loader has begun since this one did.
         """
+        if not self._sampler.serves(stock):
+            raise StarError(
+                "another iteration over this hvd.shard loader began inside this loop over it, and has taken its place; "
+                "make a second loader for the inner one, from the same data set"
+            )
         on_their_way = self._sampler.on_their_way
         while True:
             try:
@@ -202,8 +211,12 @@ class _Sampler:
         self.on_their_way.clear()
         self._was_dry = False
 
+    def serves(self, stock: Stock) -> bool:
+        """Whether batches are formed from this stock."""
+        return self._source is not None and self._source[0] is stock
+
     def end(self, stock: Stock) -> bool:
-        if self._source is None or self._source[0] is not stock:
+        if not self.serves(stock):
             return False
         self._source = None
         self.on_their_way.clear()
@@ -226,6 +239,14 @@ class _Sampler:
         self.on_their_way.append(batch.number)
         found = [index for start, stop in batch.spans for index in indices(start, stop)]
         return _Numbered(batch.number, found) if self._numbered else found
+
+
+def collates_here(options: Mapping[str, Any]) -> bool:
+    """Whether batches are collated in this process or in forked ones.
+
+    Workers that are started in another way would have to import this package for a collate function of it.
+    """
+    return not options.get("num_workers") or _start_method(options.get("multiprocessing_context")) == "fork"
 
 
 def _start_method(context: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import operator
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sized
@@ -114,7 +115,7 @@ class SamplerOrder:
         """See `Order`."""
         items = self._evaluate(epoch) if saved is None else list(saved)
         try:
-            found = torch.tensor([int(index) for index in items], dtype=torch.int64)
+            found = torch.tensor([operator.index(index) for index in items], dtype=torch.int64)
         except (TypeError, ValueError):  # Keys of another type, e.g. if the data set is a mapping.
             return EpochOrder(items, _digest(repr(items).encode()), saved=items)
         return EpochOrder(found, _digest(found.numpy().tobytes()), saved=found)

@@ -56,6 +56,7 @@ def source_of(
     samplers = {name: rest.pop(name) for name in ("sampler", "batch_sampler") if rest.get(name) is not None}
     if not isinstance(data, DataLoader):
         return Source(data, batch_size, samplers, drop_last, rest)
+    _warn_of_own_iteration(data)
     is_stream = isinstance(data.dataset, IterableDataset)
     if data.batch_sampler is None and not is_stream:
         raise ValueError(
@@ -72,6 +73,19 @@ def source_of(
         drop_last or bool(data.drop_last),
         {**loader_options(data), **rest},
     )
+
+
+def _warn_of_own_iteration(loader: DataLoader[Any]) -> None:
+    """Warn if the loader's class does something with batches that is lost, since `shard` loads them itself."""
+    names = ("__iter__", "_get_iterator")
+    own = [name for name in names if getattr(type(loader), name) is not getattr(DataLoader, name)]
+    if own:
+        logger.warning(
+            "shard uses data set, collate function and options of a %s, but not its own %s: what that does to batches "
+            "is lost; do it in collate_fn or in the loop",
+            type(loader).__name__,
+            " and ".join(own),
+        )
 
 
 def order_of(source: Source, *, shuffle: bool | None, seed: int) -> tuple[Order, int]:

@@ -253,6 +253,40 @@ def test_a_stream_goes_on_until_the_queue_has_counted_all_batches(monkeypatch: p
         short[0].state_dict()
 
 
+def by_time(sequences: list[list[int]]) -> torch.Tensor:
+    """Collate sequences with time as the first dimension."""
+    return torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in sequences])
+
+
+@pytest.mark.parametrize("collate", [by_time, list, lambda samples: tuple(zip(samples, strict=True))])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_of_a_stream_weighs_as_many_samples_as_it_has_however_they_are_collated(
+    alone: World, collate: Any, workers: int
+) -> None:
+    """Sequences of 1 to 7 items: the size of the first thing in a batch says nothing about its samples."""
+    sequences = [[0] * length for length in (7, 1, 2, 3, 1, 1, 5)]
+    loader = shard(Listed(sequences), 3, batches=3, collate_fn=collate, num_workers=workers)
+    assert len(list(loader)) == 3
+    assert [weight * alone.runs[0].reference_samples for weight in alone.weights] == [3, 3, 1]
+
+
+def test_a_batch_of_a_stream_weighs_a_usual_one_where_its_samples_cannot_be_counted(alone: World) -> None:
+    """Workers that import their program anew would have to import this package too."""
+    options: dict[str, Any] = {"collate_fn": by_time, "num_workers": 1, "multiprocessing_context": "forkserver"}
+    list(shard(Listed([[0] * 7, [0], [0, 0]]), 2, batches=2, **options))
+    assert [weight * alone.runs[0].reference_samples for weight in alone.weights] == [2, 2]
+
+
+class Listed(torch.utils.data.IterableDataset[list[int]]):
+    """A stream of what is in a list."""
+
+    def __init__(self, items: list[list[int]]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._items)
+
+
 class SlowStream(Stream):
     """The other rank would take its batches."""
 
@@ -343,6 +377,69 @@ def test_work_that_cannot_be_divided_evenly_is_refused_where_ranks_meet_within_t
     with pytest.raises(StarError, match="21 numbers cannot be divided evenly.*take a multiple of 2"):
         for _ in range(5):
             next(steps)
+
+
+def test_a_second_iteration_inside_a_loop_over_the_same_loader_is_refused(alone: World) -> None:
+    """It takes the place of the first, which waited for batches that nobody forms."""
+    loader = shard(Numbers(12), 2)
+    with pytest.raises(StarError, match="make a second loader for the inner one"):
+        for _ in loader:
+            next(iter(loader))
+    with pytest.raises(StarError, match="make a second loader for the inner one"):
+        list(zip(loader, loader, strict=True))
+    assert sorted(numbers(loader)) == list(range(12)), "it can be iterated again"
+
+
+def test_loaders_are_known_by_the_order_in_which_they_are_first_iterated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that joins an elastic job makes all of its loaders anew; the others have theirs, or make some."""
+    World(2, monkeypatch)
+    unused, first, second = (shard(Numbers(length), 2) for length in (20, 8, 4))
+    list(first)
+    world = World(2, monkeypatch)  # Horovod was initialized again.
+    world.rank = 1
+    theirs = [shard(Numbers(length), 2) for length in (4, 8)]
+    first.set_epoch(0)
+    found = []
+    for mine, other in ((second, theirs[0]), (first, theirs[1])):
+        found.append(sorted(i for batches in world.epoch([mine, other]) for i in numbers(batches)))
+    assert found == [list(range(4)), list(range(8))] and len(unused) == 5
+
+
+def test_the_batch_of_weight_1_is_a_usual_one_of_the_loader_that_trains_first(alone: World) -> None:
+    """Not that of a loader for evaluation that was made before, nor 1 for batches that a sampler forms."""
+    evaluation = shard(Numbers(64), 32)
+    batches = [[0], [1, 2, 3], [4, 5, 6, 7, 8], [9, 10, 11]]
+    training = shard(DataLoader(Numbers(12), batch_sampler=batches))
+    with torch.no_grad():
+        list(evaluation)
+    list(training)
+    assert alone.runs[0].reference_samples == 3.0 and sorted(alone.weights) == [1 / 3, 1.0, 1.0, 5 / 3]
+    list(evaluation)
+    assert alone.runs[0].reference_samples == 3.0, "weights of different loaders are in one unit"
+
+
+class Augmenting(DataLoader[int]):
+    """Does something with its batches that is known to it alone."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield batch + 100
+
+
+def test_what_a_loader_does_in_its_own_iteration_is_lost_with_a_warning(
+    alone: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert sorted(numbers(shard(Augmenting(Numbers(4), 2)))) == [0, 1, 2, 3]
+    assert "of a Augmenting, but not its own __iter__" in caplog.text
+    caplog.clear()
+    shard(DataLoader(Numbers(4), 2))
+    assert not caplog.messages
+
+
+def test_keys_that_look_like_numbers_stay_keys(alone: World) -> None:
+    keys = ["000", "001", "002"]
+    data: Any = {key: int(key) + 7 for key in keys}
+    assert sorted(numbers(shard(data, 2, sampler=keys))) == [7, 8, 9]
 
 
 class Growing(BatchSizer):
@@ -538,7 +635,7 @@ class Feeding:
     def begin(self, stock: MicrobatchStock, indices: Any) -> None:
         self.form = stock.form
 
-    def next(self, formed: Any) -> Any:
+    def next(self, stock: MicrobatchStock, formed: Any) -> Any:
         return self.form(), "data"
 
     def end(self, stock: MicrobatchStock) -> None:

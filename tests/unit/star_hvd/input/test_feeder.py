@@ -111,7 +111,7 @@ def _batches(found: feeder.Feeder, count: int) -> list[Any]:
     stock: Any = _Stock()
     found.begin(stock, lambda start, stop: list(range(start, stop)))
     found.start()
-    taken = [found.next(lambda number: Batch(number, ())) for _ in range(count)]
+    taken = [found.next(stock, lambda number: Batch(number, ())) for _ in range(count)]
     numbered = {batch.number: data for batch, data in taken}  # type: ignore[misc]
     assert len(numbered) == count and (list(numbered) == list(range(count)) or not found.in_order)
     return [numbered[number] for number in sorted(numbered)]
