@@ -145,8 +145,7 @@ class Applier:
         """
         for bucket, mean in zip(self.buckets, means, strict=True):
             bucket.flat.copy_(mean)
-            for param, view in zip(bucket.params, bucket.views, strict=True):
-                param.grad = view
+            bucket.show_all()
         with _without_hooks(self.optimizer), self._only_in_buckets():
             self.step(row)
 
@@ -245,8 +244,7 @@ class Shadow:
                 live.state[param] = self.applier.optimizer.state.pop(twin)
         for mine, theirs in zip(self._live.buckets, self.applier.buckets, strict=True):
             mine.flat.copy_(theirs.flat)
-            for param, view in zip(mine.params, mine.views, strict=True):
-                param.grad = view
+            mine.show_all()
 
 
 def place_state(

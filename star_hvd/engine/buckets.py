@@ -10,7 +10,7 @@ the elements of parameter and gradient by memory position, and do not report dif
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Bucket:
     views: tuple[torch.Tensor, ...]
     wire: torch.Tensor
     tail: int = 0
+    _shown: dict[int, torch.Tensor] = field(default_factory=dict, init=False, repr=False)  # Gradients, by position.
 
     @property
     def can_carry(self) -> bool:
@@ -103,15 +104,36 @@ class Bucket:
         return _views(flat, self.params)
 
     def adopt(self, position: int) -> None:
-        """Make one parameter's gradient a view of the buffer, copying it there if it is elsewhere."""
-        param, view = self.params[position], self.views[position]
-        if param.grad is view:
-            return
-        if param.grad is None:
+        """Make one parameter's gradient what the buffer holds, copying it there if it is elsewhere."""
+        grad, view = self.params[position].grad, self.views[position]
+        if grad is None:
             view.zero_()
-        elif param.grad.data_ptr() != view.data_ptr() or param.grad.stride() != view.stride():
-            view.copy_(param.grad)
-        param.grad = view
+        elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+            view.copy_(grad)
+        self.show(position)
+
+    def show(self, position: int) -> None:
+        """Let one parameter have what the buffer holds as its gradient.
+
+        The gradient is not the view itself, since programs may exchange a gradient's memory: `model.cpu()` does, and
+        `param.grad.data = other`.
+        """
+        param, view = self.params[position], self.views[position]
+        shown = self._shown.get(position)
+        if shown is None or shown.data_ptr() != view.data_ptr():
+            shown = self._shown[position] = view.detach()
+        if param.grad is not shown:
+            param.grad = shown
+
+    def show_all(self) -> None:
+        """Let every parameter have what the buffer holds as its gradient."""
+        for position in range(len(self.params)):
+            self.show(position)
+
+    def shows(self, position: int) -> bool:
+        """Whether a parameter's gradient is in the buffer."""
+        grad = self.params[position].grad
+        return grad is not None and not grad.is_sparse and grad.data_ptr() == self.views[position].data_ptr()
 
 
 def set_weight(flat: torch.Tensor, weight: float) -> None:

@@ -13,7 +13,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["HyperRow"]
+__all__ = ["SCHEDULER_KEYS", "HyperRow"]
+
+SCHEDULER_KEYS = frozenset({"initial_lr", "base_momentum", "max_momentum", "min_lr", "max_lr"})
+"""Entries that schedulers of torch add to groups, perhaps on some ranks earlier than on others (from a checkpoint on
+rank 0 alone, say). Optimizers do not read them."""
 
 
 def _numbers(value: Any) -> int:
@@ -31,7 +35,7 @@ class HyperRow:
     """The numeric entries of all parameter groups, in a fixed order.
 
     Args:
-        groups: The optimizer's `param_groups`; entries added later (`initial_lr`) are not sent.
+        groups: The optimizer's `param_groups`; entries of schedulers, and those added later, are not sent.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -39,7 +43,7 @@ class HyperRow:
             (index, key, _numbers(value))
             for index, group in enumerate(groups)
             for key, value in sorted(group.items())
-            if key != "params" and _numbers(value)
+            if key != "params" and key not in SCHEDULER_KEYS and _numbers(value)
         ]
         self.size = sum(count for _, _, count in self._slots)
 

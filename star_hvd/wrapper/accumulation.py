@@ -98,10 +98,10 @@ class Accumulation:
     def finish(self) -> None:
         """Make the mean each parameter's gradient, since the step is complete."""
         for param, view in self._held.items():
-            param.grad = view
+            param.grad = view.detach()  # Not the view itself, see `Bucket.show`.
         self._held.clear()
         for param, view in self._filled.items():
-            param.grad = view.div_(self.weight) if self.weight > 0.0 else view
+            param.grad = (view.div_(self.weight) if self.weight > 0.0 else view).detach()
         self._filled.clear()
 
     def clear(self) -> None:

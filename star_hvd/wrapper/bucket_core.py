@@ -296,7 +296,7 @@ class BucketCore:
         """Remove a dropped optimizer's hooks, and copy gradients out of its buckets."""
         self.remove_hooks()
         for param, (bucket, position) in self._where.items():
-            if param.grad is bucket.views[position]:
+            if param.grad is not None and bucket.shows(position):
                 param.grad = param.grad.clone()
 
     def finish_step(self) -> None:
@@ -518,12 +518,18 @@ class BucketCore:
         result = self.driver.complete() if arrived else None
         self.whole_step = result is not None and result.complete and not relaxed
         if result is not None:
+            self._each_dense(Bucket.show)  # The program may have put others in their place since backward.
             self._sparse.collect()
         self._reset()
         self._result, self._outcome = result, "late" if result is None else "member"
         if manual:  # No step() may follow.
             self._watch_program()
             self.driver.timer.start()  # The wait is not this rank's own work.
+
+    def _each_dense(self, do: Callable[[Bucket, int], None]) -> None:
+        for param, (bucket, position) in self._where.items():
+            if not (self._sparse.any and self._sparse.is_sparse(param)):
+                do(bucket, position)
 
     @property
     def is_member(self) -> bool:
@@ -569,6 +575,7 @@ class BucketCore:
             assert self._overlap is not None
             self._overlap.begin()
         elif outcome == "in mode":
+            self._each_dense(Bucket.adopt)  # The program may have replaced gradients since `synchronize`.
             with _hooks_around(self.optimizer):
                 value = self.driver.step_in_mode(skip=skip)
         elif outcome == "late":
@@ -602,6 +609,7 @@ class BucketCore:
             self.synchronize(manual=True)
             assert self._outcome == "member", "closures run in sync only"
             self._end_synchronized()
+            self.driver.engine.applier.clip()
             return mean_loss(loss, f"{self.driver.engine.prefix}.loss")
 
         value = self.base.step(self.optimizer, reduced)

@@ -247,9 +247,14 @@ class NativeCore:
         """Step the user's optimizer on the reduced gradients."""
         if skip:
             return None
-        if self._max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(self.requires_update, self._max_grad_norm)
+        self._clip()
         return self.base.step(self.optimizer)
+
+    def _clip(self) -> None:
+        """Clip the gradients of all parameters, in an order that is the same on all ranks."""
+        if self._max_grad_norm is not None:
+            params = [param for group in self._inner.param_groups for param in group["params"]]
+            torch.nn.utils.clip_grad_norm_(params, self._max_grad_norm)
 
     def step_with_closure(self, closure: Any) -> Any:
         """Make a step whose optimizer evaluates `closure` itself, with reduced gradients after every evaluation."""
@@ -257,6 +262,7 @@ class NativeCore:
             with torch.enable_grad():
                 loss = closure()
             self.synchronize(manual=True)
+            self._clip()
             everywhere = self._process_set.included() and mpi_ops.size() > 1
             return mean_loss(loss, "star.loss", self._process_set) if everywhere else loss
 

@@ -396,10 +396,9 @@ class Overlap:
     def _step(self, pending: _Pending, buckets: Sequence[Bucket]) -> None:
         """Step buckets. Their gates open afterwards: another thread must not read a half-written bucket."""
         params = [param for bucket in buckets for param in bucket.params]
-        views = [view for bucket in buckets for view in bucket.views]
         with self._engine.replica.writing(), torch._C.DisableTorchFunctionSubclass():
-            for param, view in zip(params, views, strict=True):
-                param.grad = view
+            for bucket in buckets:
+                bucket.show_all()
             self._applier.step_params(params, pending.groups, pending.row)
             if pending.cleared:
                 for param in params:

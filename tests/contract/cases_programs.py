@@ -181,3 +181,76 @@ def training_in_another_thread(ctx: Context) -> None:
     star_hvd.barrier()
     assert all_equal(seen[0]) and all_equal(params_of(model))
     optimizer.close()
+
+
+def _exchanged(param: torch.nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad.data = param.grad.data.clamp(-0.01, 0.01)
+
+
+def _replaced(param: torch.nn.Parameter) -> None:
+    assert param.grad is not None
+    param.grad = param.grad.clamp(-0.01, 0.01)
+
+
+@case(ranks=(2,), last=True)
+def a_model_that_goes_elsewhere_and_back_between_steps(ctx: Context) -> None:
+    """As `torch.save(model.cpu().state_dict(), path); model.cuda()` on one rank: gradients get other memory."""
+
+    def run(api: Api) -> Any:
+        model, optimizer = wrapped(api, Plain.simple)
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            differentiate(model, step)
+            optimizer.step()
+            if ctx.rank == 0:
+                model.double()
+                model.float()
+        return params_of(model)
+
+    ctx.compare(run)
+
+
+@case(ranks=(2,), last=True)
+def gradients_that_the_program_replaces(ctx: Context) -> None:
+    """Before `step()` the mean takes their place, as in Horovod; behind `synchronize()` they are what is applied."""
+
+    def run(api: Api) -> Any:
+        model, optimizer = wrapped(api, Plain.simple)
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            differentiate(model, step)
+            for param in model.parameters():
+                _replaced(param)
+            optimizer.step()
+        for step, change in enumerate((_exchanged, _replaced)):
+            optimizer.zero_grad()
+            differentiate(model, step)
+            optimizer.synchronize()
+            for param in model.parameters():
+                change(param)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        return params_of(model)
+
+    ctx.compare(run)
+
+
+@case(ranks=(1, 2), modes=("sync",), last=True)
+def gradients_are_clipped_wherever_the_optimizer_steps(ctx: Context) -> None:
+    """On a single rank, for `groups`, and in a closure."""
+    for options in ({}, {"groups": 2} if ctx.size > 1 else {}):
+        model, optimizer = wrapped(ctx.star, Plain.simple, max_grad_norm=0.05, **options)
+        differentiate(model, 0)
+        optimizer.step()
+        norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+        assert norm <= 0.0501, norm
+    model, optimizer = wrapped(ctx.star, lambda params: torch.optim.LBFGS(params, max_iter=1), max_grad_norm=0.05)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        return differentiate(model, 0)
+
+    optimizer.step(closure)
+    norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
+    assert norm <= 0.0501, norm

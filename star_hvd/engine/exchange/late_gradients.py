@@ -60,7 +60,8 @@ class LateGradients:
         Args:
             before: Number of buckets before.
         """
-        self._counters.produced_weight -= sum(kept.weight for kept in self.kept.values()) / before - self.pending_weight
+        weight = sum(kept.weight for kept in self.kept.values())
+        self._counters.produced_weight -= weight / max(1, before) - self.pending_weight
 
     def keep(self, bucket: Bucket, weight: float, computed_on: int) -> None:
         """Keep the gradient in `bucket.flat`, computed on the parameters of step `computed_on`."""

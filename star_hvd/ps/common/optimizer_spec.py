@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.hyperparameters import SCHEDULER_KEYS, HyperRow
 from star_hvd.ps.common.layout import LayoutError, class_path, load_class
 
 __all__ = ["OptimizerSpec", "RowReader"]
@@ -62,20 +62,15 @@ class OptimizerSpec:
         Args:
             base: The user's class.
             param_groups: The current groups.
-            hyper: The layout of the rows the workers will send. Entries that a scheduler added to the groups later
-                (`initial_lr`) are left out, because the rows lack them.
+            hyper: The layout of the rows the workers will send. Entries of schedulers (`initial_lr`) are left out, as
+                in the rows.
 
         Raises:
             LayoutError: The class or a hyperparameter cannot be sent to another process.
         """
-        groups = [{k: v for k, v in group.items() if k != "params"} for group in param_groups]
-        later = ("initial_lr", "base_momentum", "max_momentum", "min_lr", "max_lr")
-        for name in ("", *later):
-            for group in groups:
-                group.pop(name, None)
-            if HyperRow(groups).size == hyper.size:
-                break
-        else:
+        left_out = {"params", *SCHEDULER_KEYS}
+        groups = [{k: v for k, v in group.items() if k not in left_out} for group in param_groups]
+        if HyperRow(groups).size != hyper.size:
             raise LayoutError(f"the groups hold {HyperRow(groups).size} numbers; expected {hyper.size}, as in the rows")
         spec = cls(class_path(base), tuple(groups))
         spec.to_dict()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -42,11 +44,11 @@ def test_adopt() -> None:
     (bucket,) = pack([param], 1000)
     bucket.flat.fill_(9)
     bucket.adopt(0)
-    assert param.grad is bucket.views[0] and float(param.grad.abs().sum()) == 0, "no gradient counts as zero"
+    assert bucket.shows(0) and float(param.grad.abs().sum()) == 0, "no gradient counts as zero"
     param.grad = torch.arange(6.0).view(3, 2).t()  # Not contiguous.
     expected = param.grad.clone()
     bucket.adopt(0)
-    assert param.grad is bucket.views[0] and torch.equal(param.grad, expected)
+    assert bucket.shows(0) and torch.equal(param.grad, expected)
     assert torch.equal(bucket.flat[:-1].view(2, 3), expected)
 
 
@@ -75,7 +77,7 @@ def test_a_header_behind_the_weight() -> None:
         wire = bucket.to_wire(flat)
         assert wire.numel() == 9 and wire.data_ptr() == flat.data_ptr()
     bucket.adopt(0)
-    assert param.grad is bucket.views[0] and param.grad.data_ptr() == bucket.flat.data_ptr()
+    assert bucket.shows(0) and param.grad.data_ptr() == bucket.flat.data_ptr()
 
 
 @settings(max_examples=cases(50), deadline=None)
@@ -112,7 +114,7 @@ def test_gradients_move_over_when_a_bucket_makes_room_for_a_header() -> None:
     before = param.grad
     bucket.carry(4)
     bucket.adopt(0)
-    assert param.grad is bucket.views[0] and param.grad is not before
+    assert bucket.shows(0) and param.grad is not before
     assert bucket.to_wire(bucket.flat).tolist() == [1.0, 2.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 
 
@@ -176,7 +178,7 @@ def test_a_gradient_has_its_parameters_memory_format() -> None:
             assert view.shape == param.shape and view.stride() == torch.zeros_like(param).stride()
             param.grad = grad = torch.randn(param.shape).contiguous()
             bucket.adopt(position)
-            assert param.grad is view and torch.equal(view, grad)
+            assert bucket.shows(position) and torch.equal(view, grad)
         assert bucket.flat.numel() == sum(p.numel() for p in bucket.params) + 1
         assert bucket.flat[-1] == 0.0, "a view reaches into the weight"
         total = torch.stack([param.grad.abs().sum() for param in bucket.params]).sum()  # type: ignore[union-attr]
@@ -216,3 +218,29 @@ def test_a_state_that_travelled_gets_its_format_back() -> None:
     assert back.stride() == param.stride() == memory_format_of(param) and torch.equal(back, value)
     step = torch.tensor(3.0)
     assert in_format_of(param, step) is step and in_format_of(param, back) is back
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        lambda param: setattr(param.grad, "data", param.grad.data.clone()),
+        lambda param: setattr(param.grad, "data", param.grad.data.double().float()),  # As `model.double().float()`.
+        lambda param: setattr(param, "grad", param.grad.clone()),
+    ],
+)
+def test_a_gradient_whose_memory_was_exchanged_is_found_again(exchange: Callable[[torch.nn.Parameter], None]) -> None:
+    """The reduction would send what was in the buffer before, in every later step."""
+    param = torch.nn.Parameter(torch.zeros(3))
+    (bucket,) = pack([param], 1000)
+    param.grad = torch.ones(3)
+    bucket.adopt(0)
+    exchange(param)
+    assert param.grad is not None and not bucket.shows(0)
+    param.grad.fill_(5.0)  # The next backward pass adds to what is there, or replaces it.
+    bucket.adopt(0)
+    assert bucket.flat[:-1].tolist() == [5.0] * 3 and bucket.shows(0)
+    bucket.flat[:-1].fill_(2.0)  # The mean.
+    exchange(param)
+    param.grad.fill_(7.0)
+    bucket.show(0)
+    assert param.grad is not None and param.grad.tolist() == [2.0] * 3

@@ -69,6 +69,13 @@ def test_entries_that_appear_later_do_not_travel() -> None:
     assert len(row.read(mine)) == row.size
 
 
+def test_entries_of_schedulers_do_not_travel_whoever_has_them() -> None:
+    """Rank 0 may have them from a checkpoint before the others make their scheduler."""
+    mine, others = groups(), groups()
+    mine[0] |= {"initial_lr": 0.1, "max_lr": 0.2, "min_lr": 0.01, "base_momentum": 0.8, "max_momentum": 0.9}
+    assert HyperRow(mine).read(mine) == HyperRow(others).read(others)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Rprop])
 def test_the_optimizers_of_torch(kind: Any) -> None:
