@@ -13,15 +13,31 @@ from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrup
 from horovod.torch import elastic as _elastic
 from horovod.torch.elastic import ElasticSampler
 from horovod.torch.elastic import state as _state
-from horovod.torch.functions import broadcast_object
 
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
+from star_hvd.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from star_hvd.loader import ShardLoader
 from star_hvd.runtime import runtime
 
 __all__ = ["ElasticSampler", "TorchState", "run"]
 
 logger = logging.getLogger("star_hvd")
+
+
+class _ModelHandler(_state.ModelStateHandler):  # type: ignore[misc]  # Horovod is untyped.
+    """A model in the state of an elastic job."""
+
+    def sync(self) -> None:
+        """Take rank 0's parameters; where ranks train already, they meet first."""
+        broadcast_parameters(self.value.state_dict(), root_rank=0)
+
+
+class _OptimizerHandler(_state.OptimizerStateHandler):  # type: ignore[misc]  # Horovod is untyped.
+    """An optimizer in the state of an elastic job."""
+
+    def sync(self) -> None:
+        """Take rank 0's state. A rank that joins keeps its parameters: Horovod's own broadcast would decay them."""
+        broadcast_optimizer_state(self.value, root_rank=0)
 
 
 class _LoaderHandler(_state.StateHandler):  # type: ignore[misc]  # Horovod is untyped.
@@ -45,7 +61,12 @@ class _LoaderHandler(_state.StateHandler):  # type: ignore[misc]  # Horovod is u
         self.restore()
 
 
-_state.set_handler_registry([*_state.get_handler_registry(), (ShardLoader, _LoaderHandler)])
+_state.set_handler_registry(
+    [
+        (torch.nn.Module, _ModelHandler), (torch.optim.Optimizer, _OptimizerHandler), (ShardLoader, _LoaderHandler),
+        *_state.get_handler_registry(),
+    ]
+)  # fmt: skip
 
 
 class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyped.
@@ -92,7 +113,10 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
         try:
             with inactive:
                 super().check_host_updates()
-        except HostsUpdatedInterrupt:  # Parameters stay as they are: loaders must not go back to the last commit.
+        except HostsUpdatedInterrupt as interrupt:
+            # Where hosts have only left, too: ranks may be at different steps, and loaders go on from what is synced.
+            interrupt.skip_sync = False
+            # Parameters stay as they are: loaders must not go back to the last commit.
             for handler in self._handlers.values():
                 if isinstance(handler, _LoaderHandler):
                     handler.save()
@@ -124,8 +148,9 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def inside(state: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            _restart(state)
-            return function(state, *args, **kwargs)
+            with runtime.inside_elastic():
+                _restart(state)
+                return function(state, *args, **kwargs)
         except (ChannelError, DeadlineError) as error:
             # Horovod recovers from its own errors only; a failed channel or server is reported as a lost rank.
             raise RankLostError(f"{type(error).__name__}: {error}") from error

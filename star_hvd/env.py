@@ -1,7 +1,7 @@
 """The environment variables with which users set how a job trains, one function each.
 
 Others are read where they are used: `STAR_MODEL` (`runtime/model_loader.py`), `STAR_LOG_DIR`, `STAR_RUN_LOG` and
-MLflow's (`run_log/layout.py`), and what `horovodrun` sets for its own processes, such as `HOROVOD_ELASTIC`.
+MLflow's (`run_log/layout.py`).
 
 `horovodrun` exports the environment to all ranks, so a variable set at the launcher reaches every host.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["accuracy", "check_locks", "encryption", "hierarchical", "host", "interface", "least_quorum", "mode",
-           "overlap", "policy", "tags", "target"]
+__all__ = ["accuracy", "check_locks", "elastic", "encryption", "hierarchical", "host", "interface", "least_quorum",
+           "mode", "overlap", "policy", "tags", "target"]
 
 
 def mode() -> str | None:
@@ -27,6 +27,11 @@ def overlap() -> str | None:
 def hierarchical() -> bool:
     """`HOROVOD_HIERARCHICAL_ALLREDUCE` (`horovodrun --hierarchical-allreduce`): 1 sums inside each host first."""
     return os.environ.get("HOROVOD_HIERARCHICAL_ALLREDUCE", "").strip() == "1"
+
+
+def elastic() -> bool:
+    """`HOROVOD_ELASTIC`, set by elastic `horovodrun` for its processes: the world may change its size."""
+    return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def host() -> str | None:

@@ -98,9 +98,10 @@ def _name(
     run: runtime.Runtime, operation: str, given: inspect.BoundArguments, *, meets: bool
 ) -> ProgramCollective | None:
     """Name an operation, and return its description for ranks in `join`; None in a process set of the user's."""
-    named = given.arguments.get("name") is not None
-    counter = "named" if named else operation
-    together = given.arguments.get("process_set", global_process_set) is global_process_set
+    named, where = given.arguments.get("name") is not None, given.arguments.get("process_set", global_process_set)
+    together = where is global_process_set
+    # Only its members call an operation of a set, and only their numbers must agree there.
+    counter = "named" if named else operation if together else f"{operation}.in.{where.ranks}"
     if together or not named:
         run.user_calls[counter] += 1
     if not named and "name" in given.signature.parameters:
@@ -145,8 +146,10 @@ def _name_in_backward(name: str) -> None:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         run = runtime.current()
         if run is not None and run.trains and len(args) == 1 and "name" not in kwargs:
-            run.user_calls[f"backward.{name}"] += 1
-            kwargs["name"] = f"{name}.star.backward.{run.user_calls[f'backward.{name}']}"
+            where = kwargs.get("process_set", global_process_set)
+            counter = f"backward.{name}" if where is global_process_set else f"backward.{name}.in.{where.ranks}"
+            run.user_calls[counter] += 1
+            kwargs["name"] = f"{name}.star.backward.{run.user_calls[counter]}"
         return function(*args, **kwargs)
 
     setattr(mpi_ops, name, wrapper)
@@ -291,7 +294,10 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     fresh = not mpi_ops.is_initialized()
     if comm is None and fresh:
         build_check.compare_before_init()  # Before Horovod's own protocol is used.
-    mpi_ops.init(comm, prepare_init(comm, process_sets))
+    # Once more, as helper functions do, Horovod's wrapper would forget the operations that are in flight.
+    (mpi_ops.init if fresh else mpi_ops._basics.init)(comm, prepare_init(comm, process_sets))
+    if runtime.current() is not None:
+        runtime.leave_before_horovod()
     tune_horovod(True)
     if fresh:
         make_host_sets()

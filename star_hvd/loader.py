@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from horovod.torch import mpi_ops
 from torch.utils.data import DataLoader, Dataset
 
 from scheduler.rules.runs import Span, without
 from scheduler.rules.step_layout import StepLayout, grain
+from star_hvd import env
 from star_hvd.channel.messages.microbatches import MicrobatchOpen
 from star_hvd.config import Config
 from star_hvd.epochs.batches import SOON_S, EqualRanges, LeasedBatches, StreamBatches
@@ -169,7 +171,8 @@ class ShardLoader:
         self._stream = stream
         self._positions = order.expected()
         self._config = config
-        self._run = runtime.ensure(config)
+        # A worker that joins an elastic job meets the others in the state's `sync`, and must not wait for them before.
+        self._attached = None if env.elastic() else runtime.ensure(config)
         self._number = -1  # In the order in which loaders are first iterated, which is the same on all ranks.
         self._passes = 0  # Iterations under this number; not the epoch, which may be chosen again.
         self._next_stock: LeaseStock | None = None
@@ -183,20 +186,29 @@ class ShardLoader:
         self._evaluates = False  # Whether this iteration is for no training: gradients are off.
 
     @property
+    def _run(self) -> runtime.Runtime:
+        assert self._attached is not None, "an iteration attaches it first"
+        return self._attached
+
+    @property
+    def _world_size(self) -> int:
+        return self._attached.world_size if self._attached is not None else int(mpi_ops.size())
+
+    @property
     def _parts(self) -> int:
         """Micro-batches per batch, 0 for whole batches; a single rank makes the same step from a whole batch."""
-        return self._microbatches if self._run.world_size > 1 else 0
+        return self._microbatches if self._world_size > 1 else 0
 
     def __len__(self) -> int:
         positions = self._positions
         if positions is None:
             raise TypeError(f"the sampler of this loader ({type(self._order).__name__}) has no length")
         if self._parts:
-            size = self._run.world_size
+            size = self._world_size
             layout = StepLayout(positions, self.batch_size, self._parts, size, drop_last=self._drop_last)
-            return -(-layout.total // self._run.world_size)
+            return -(-layout.total // size)
         total = positions // self.batch_size if self._drop_last else -(-positions // self.batch_size)
-        return -(-total // self._run.world_size)
+        return -(-total // self._world_size)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of the next iteration, after a restart for example. Same on all ranks.
@@ -217,8 +229,8 @@ class ShardLoader:
     # ---- an epoch -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        if runtime.current() is not self._run:  # Horovod was initialized again (elastic).
-            self._run = runtime.ensure(self._config)
+        if self._attached is None or runtime.current() is not self._attached:  # Elastic: a new world.
+            self._attached = runtime.ensure(self._config)
             self._number, self._passes, self._next_stock = -1, 0, None
         if self._number < 0:
             self._number = self._run.client.loader_number()
@@ -447,7 +459,7 @@ class ShardLoader:
         self.epoch = _epoch_number(state["epoch"])
         self._resume = dict(state) if state["positions"] >= 0 else None
         self._open = None
-        if self._next_stock is not None and runtime.current() is self._run:
+        if self._next_stock is not None and runtime.current() is self._attached:
             self._next_stock.close()
         self._next_stock = None
         self._passes += self._passes > 0  # Maybe not all ranks requested that epoch ahead; none does before the first.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -143,7 +142,7 @@ def _plan_of(mode: str | Plan, config: Config, *, exact: bool) -> Plan | None:
     try:
         plan = parse_mode(mode, size, **settings)
     except PlanError as error:
-        if not (_is_elastic() and suits_some_world(mode)):
+        if not (env.elastic() and suits_some_world(mode)):
             raise
         # A new worker in a world that has changed since: as on the ranks that are there, see `BucketCore.restart`.
         logger.warning(MODE_NOT_POSSIBLE, mode, size, error)
@@ -293,7 +292,7 @@ class _Wrapper:
             "sparse_as_dense": given["sparse_as_dense"],
             "max_grad_norm": given["max_grad_norm"],
         }
-        if (self.size == 1 and not _is_elastic()) or reason:
+        if (self.size == 1 and not env.elastic()) or reason:
             if reason and (given["plan"] is None or given["plan"].relaxed or given["plan"].uneven):
                 logger.warning("%s: runs in lockstep exactly as in Horovod; modes do not apply", reason)
             return self._native_core(common)
@@ -306,7 +305,7 @@ class _Wrapper:
             lossy=given["compression"] is Compression.auto and not given["exact"],
             plan=given["plan"],
             mode=given["mode"],
-            run=None if _is_elastic() else runtime.ensure(given["config"]),
+            run=runtime.ensure(given["config"]) if runtime.may_start() else None,
             config=given["config"] or Config(),
             exact=given["exact"],
             overlap=given["overlap"],
@@ -445,11 +444,6 @@ class _Wrapper:
             self.core.looks_at_every_gradient = reason
             if self.core.wire is not None:
                 self.core.wire.forbid(f"they are: {reason}")
-
-
-def _is_elastic() -> bool:
-    """Whether this job was started by elastic `horovodrun`, so that its world may change size."""
-    return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def _found_infinity(scaler: Any, optimizer: Any) -> bool:

@@ -23,7 +23,7 @@ import torch
 
 from scheduler.transmission import pace as pacing
 from star_hvd.channel.keys import Keyring
-from star_hvd.channel.state_transfer import PUSH_MAGIC, Caller, PacedReplies, ask, next_due_s
+from star_hvd.channel.state_transfer import LOOK_S, PUSH_MAGIC, Caller, PacedReplies, ask, next_due_s
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 
@@ -76,6 +76,7 @@ class ParentLink:
         packer: Encodes pushes; with None gradients are sent unchanged.
         link_bytes_per_s: Rate of this rank's link as measured earlier, 0 if unknown.
         paced: Whether transfers that take long are sent below the link's rate.
+        check: Called every few seconds of a wait; raises an error that makes it pointless, as the loss of a rank does.
     """
 
     def __init__(
@@ -91,8 +92,10 @@ class ParentLink:
         packer: Packer | None = None,
         link_bytes_per_s: float = 0.0,
         paced: bool = True,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         self.parent = parent
+        self._check = check
         self._packer = packer
         self._rank, self._optimizer_id = rank, optimizer_id
         self._chunk_bytes = chunk_bytes
@@ -154,9 +157,11 @@ class ParentLink:
                     f"rank {self.parent} did not accept a late gradient within {self._deadline_s:g} s; see its log, or "
                     "raise Config.step_deadline_s"
                 )
-            frames = self._caller.wait(limit_s)
-            if frames is None and self._caller.reopened():
-                return None
+            frames = self._caller.wait(min(limit_s, time.monotonic() + LOOK_S))
+            if frames is None:
+                if self._caller.reopened():
+                    return None
+                self._check()
             if frames is not None and len(frames) == 1 and len(frames[0]) == _ACK.size:
                 magic, push, contained = _ACK.unpack(frames[0])
                 if magic == _MAGIC and push == self._pushes:
@@ -177,7 +182,7 @@ class ParentLink:
         pace = None if awaited or state_too else self._down
         return ask(
             self._caller, self.parent, self._optimizer_id, limit_s, state_too=state_too, min_step=min_step,
-            pace=pace,
+            pace=pace, check=self._check,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -68,6 +68,7 @@ _MAGIC, _PROTOCOL = b"STAR", 2
 PUSH_MAGIC = b"STAL"  # Of late gradients, which use the same sockets; see `late_push`.
 _MAX_BODY_BYTES = 1 << 42
 _POLL_MS = 1000
+LOOK_S = 5.0  # Between two looks at what makes a wait for a rank pointless.
 _ANSWER_S = 5.0  # Longest wait for the coordinator to name a rank.
 _SOURCES = 4  # Silent ranks that can be asked for a state, one after the other, within the deadline.
 _LEAST_PACE = 1 << 14  # Bytes per second: a reply holds memory here until all of it is sent.
@@ -448,6 +449,7 @@ def ask(
     min_step: int = 0,
     patience_s: float = math.inf,
     pace: PacedReplies | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Snapshot | None:
     """Get parameters of step `min_step` or later from rank `source`; None if it has none now.
 
@@ -460,6 +462,7 @@ def ask(
         min_step: The earliest step of use.
         patience_s: Longest time without a message from the rank.
         pace: Limits the rate of the reply; full speed if None.
+        check: Called every `LOOK_S` seconds in which nothing arrives; raises an error that makes the wait pointless.
 
     Raises:
         DeadlineError: The reply was not complete by `limit_s`, or nothing arrived for `patience_s`.
@@ -477,13 +480,15 @@ def ask(
                 f"parameters of rank {source} were not complete after {waited_s:.3g} s; see its log, and whether its "
                 "link is slow"
             )
-        frames = caller.wait(until_s)
+        frames = caller.wait(min(until_s, time.monotonic() + LOOK_S))
         if frames is not None:
             heard_s = time.monotonic()
             reply.add(frames)
         elif caller.reopened():
             reply = _Reply(source, caller.begin())
             caller.socket.send(REQUEST.pack(reply.request, optimizer_id, state_too, min_step, rate))
+        else:
+            check()
     if pace is not None and reply.manifest:
         pace.took(len(reply.manifest) + len(reply.body), time.monotonic() - reply.began_s, rate)
     return unpack_snapshot(bytes(reply.manifest), bytes(reply.body)) if reply.manifest else None

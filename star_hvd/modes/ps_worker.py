@@ -178,6 +178,9 @@ class ServerSteps:
         # Only `step` folds in a late gradient: no step may follow this backward pass.
         if self._early and not self.over and not self._engine.pending_weight:
             if not self._given or bucket.index in self._given:  # The latter if no step followed a backward pass.
+                # Buckets that this forward pass did not use may still be under way, and servers forget a push of which
+                # not all has arrived once they have parts of a later one.
+                self._finish_arriving()
                 self._given.clear()
                 self._small.clear()
                 self._pushes += 1

@@ -30,6 +30,7 @@ from star_hvd.channel.messages.switch import (
 from star_hvd.config import Config
 from star_hvd.engine.collective import HorovodCollective
 from star_hvd.engine.records import Snapshot
+from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
 from star_hvd.locks import ordered_condition
 from star_hvd.modes.driver import StepDriver
@@ -226,6 +227,7 @@ class ModeServices:
             deadline_s=config.step_deadline_s,
             packer=driver.engine.wire.packer(),
             link_bytes_per_s=self._link_bytes_per_s,
+            check=functools.partial(self._check_world, driver.engine),
         )
         return ChildSteps(
             driver.engine,
@@ -237,6 +239,12 @@ class ModeServices:
             on_step=driver.reporter.note_step,
             background=plan.in_background(config.background),
         )
+
+    def _check_world(self, engine: StepEngine) -> None:
+        """Raise why a wait for another rank is pointless, if it is."""
+        if engine.failure is not None:
+            raise engine.failure
+        self._check_ranks()
 
     def _steps_at_servers(self, optimizer_id: int, plan: Plan) -> Steps:
         if plan.mode not in ("ps", "grouped"):

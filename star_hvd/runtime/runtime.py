@@ -108,6 +108,25 @@ def ensure(config: Config | None = None) -> Runtime:
     return _current
 
 
+_inside_elastic = 0  # Functions decorated with `star_hvd.elastic.run` that are running.
+
+
+@contextlib.contextmanager
+def inside_elastic() -> Iterator[None]:
+    """Allow, inside the block, what is collective: all ranks of an elastic job begin its function together."""
+    global _inside_elastic
+    _inside_elastic += 1
+    try:
+        yield
+    finally:
+        _inside_elastic -= 1
+
+
+def may_start() -> bool:
+    """Whether all ranks are at this point of the program, so that the runtime can start here."""
+    return not env.elastic() or _inside_elastic > 0
+
+
 def on_reset() -> None:
     """Stop the runtime of a world that is gone (elastic), without waiting for other ranks."""
     global _current
@@ -691,10 +710,16 @@ def _install_exit_hooks() -> None:
     """Run `shutdown` before Horovod's own exit handler, which would end the other ranks' steps."""
     global _hooks_installed
     program_end.watch()
+    leave_before_horovod()
     if not _hooks_installed:
         _hooks_installed = True
-        atexit.register(shutdown)
         os.register_at_fork(after_in_child=_forget_parent)
+
+
+def leave_before_horovod() -> None:
+    """Have `shutdown` called before the exit handler that Horovod registers at every initialization."""
+    atexit.unregister(shutdown)
+    atexit.register(shutdown)
 
 
 def _forget_parent() -> None:

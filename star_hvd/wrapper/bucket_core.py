@@ -54,7 +54,10 @@ _THAWED = (
 )
 _cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # All of this process; used by the training thread.
 
-_DETACHED = "an elastic job trains inside a function decorated with hvd.elastic.run; this step was made outside"
+_DETACHED = (
+    "an elastic job trains inside a function decorated with hvd.elastic.run, with optimizers that are in the state "
+    "given to that function or made inside it; this step was made outside, or with another optimizer"
+)
 
 
 def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> str | None:

@@ -1,4 +1,4 @@
-"""Elastic jobs on one machine in which ranks are killed."""
+"""Elastic jobs on one machine in which ranks are killed, join or leave."""
 
 from __future__ import annotations
 
@@ -9,18 +9,24 @@ from pathlib import Path
 
 from tests.support.launch import DeadlineMissed, JobResult, run_job
 
-__all__ = ["ELASTIC_LIMIT_S", "run_elastic", "two_survive"]
+__all__ = ["ELASTIC_LIMIT_S", "TWO_HOSTS", "run_elastic", "two_survive"]
 
 TRIES = 3
 JOB_S = 400.0
 ELASTIC_LIMIT_S = TRIES * JOB_S + 60.0
-RANKS = 4
+TWO_HOSTS = "localhost:2\n127.0.0.1:2\n"
+"""Two names of this machine, each for two ranks."""
 
 
 def run_elastic(
-    module: str, *args: str, folder: Path, recovered: Callable[[JobResult], bool], env: Mapping[str, str] | None = None
+    module: str,
+    *args: str,
+    folder: Path,
+    recovered: Callable[[JobResult], bool],
+    env: Mapping[str, str] | None = None,
+    hosts: str = TWO_HOSTS,
 ) -> JobResult:
-    """Run a program on two "hosts" of two ranks each, which are two names of this machine.
+    """Run a program on "hosts" that are names of this machine; it may write others to the file `hosts` in `folder`.
 
     Horovod blacklists the whole host of a rank that dies, so two ranks survive. Its own recovery is unreliable: without
     this library it succeeded in two of three jobs. So jobs are repeated until one has recovered, up to a limit.
@@ -28,22 +34,25 @@ def run_elastic(
     Args:
         module: The program.
         args: Its arguments.
-        folder: For the script that names the hosts.
+        folder: For the script that names the hosts, and the file it reads.
         recovered: Whether the survivors of a job continued together.
         env: Added to the environment.
+        hosts: The hosts at the start, with the ranks of each.
 
     Returns: the last job.
     """
-    script = folder / "hosts.sh"
-    script.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:2\n")
+    script, names = folder / "hosts.sh", folder / "hosts"
+    script.write_text(f"#!/bin/sh\ncat '{names}'\n")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     options = ("--min-np", "2", "--max-np", "4", "--host-discovery-script", str(script))
     # How long Horovod waits for a rank that does not answer, and for ranks that do not come back.
     limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "20", "HOROVOD_ELASTIC_TIMEOUT": "120"}
+    ranks = sum(int(host.rpartition(":")[2]) for host in hosts.split())
     for _ in range(TRIES):
+        names.write_text(hosts)
         try:
             job = run_job(
-                module, *args, ranks=RANKS, env=limits | dict(env or {}), timeout_s=JOB_S, horovodrun_args=options
+                module, *args, ranks=ranks, env=limits | dict(env or {}), timeout_s=JOB_S, horovodrun_args=options
             )
         except DeadlineMissed as missed:
             job = missed.result

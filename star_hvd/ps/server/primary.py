@@ -103,9 +103,18 @@ class Primary:
         self._held: list[tuple[int, int, dict[str, Any]]] = []  # `moved` results, until the last update is mirrored.
         self._to_order: list[Order] = []
         self._to_note: list[dict[str, Any]] = []
-        if journal and plan.plan_id > self._memory.plan_id:
-            self.set_plan(plan)
+        self._newer_plan = plan if journal and plan.plan_id > self._memory.plan_id else None
         self._grace.look(time.monotonic())  # The journal's rule may hold an update.
+
+    def adopt_newer_plan(self) -> None:
+        """After a restart, take up the plan that the owner has been given since the journal was written.
+
+        Call it once this process's own shard has joined: what is ordered for the plan comes behind older orders, which
+        that shard would otherwise take for executed.
+        """
+        plan, self._newer_plan = self._newer_plan, None
+        if plan is not None:
+            self.set_plan(plan)
 
     @property
     def version(self) -> int:

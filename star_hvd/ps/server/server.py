@@ -83,6 +83,7 @@ class Job(Outlet):
             n, journal = layout.n_servers, self._old_journal() if recovered else None
             self.primary = Primary(plan, values["version"], n, layout.holders, links, journal)
             self.primary.join(0, self.shard.seq)
+            self.primary.adopt_newer_plan()
         else:
             self.join()
         self._event({"event": "ready"})

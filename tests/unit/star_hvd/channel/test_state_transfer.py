@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -32,7 +33,7 @@ from star_hvd.channel.state_transfer import (
     unpack_snapshot,
 )
 from star_hvd.engine.records import Snapshot
-from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError
 from tests.support.effort import cases
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
@@ -406,3 +407,21 @@ def test_damaged_replies(replies: list[list[bytes]]) -> None:
             fetch(client, 0, 0, 60.0)
         thread.join()
         router.close(linger=0)
+
+
+def test_a_wait_for_a_rank_ends_with_the_loss_of_one() -> None:
+    """In an elastic job the others are at the rendezvous by then, and wait for this rank in turn."""
+    waits_s: list[float] = []
+
+    def wait(until_s: float) -> None:
+        waits_s.append(until_s - time.monotonic())
+
+    def lost() -> None:
+        raise RankLostError("rank 1 has left the job")
+
+    caller: Any = SimpleNamespace(
+        begin=lambda: 1, socket=SimpleNamespace(send=lambda data: None), wait=wait, reopened=lambda: False
+    )
+    with pytest.raises(RankLostError):
+        ask(caller, 1, 0, time.monotonic() + 1800.0, state_too=False, check=lost)
+    assert len(waits_s) == 1 and waits_s[0] < 10.0

@@ -196,3 +196,20 @@ def test_a_silent_rank_is_not_waited_for_because_it_says_that_it_has_work() -> N
     assert pushed(made, 0, 1) == [(0, 1)]
     made.primary.member(1, "present")
     assert pushed(made, 0, 2) == [(0, 1)]
+
+
+def test_what_a_newer_plan_brings_comes_behind_orders_that_were_not_carried_out() -> None:
+    """The own shard counts orders: told of a later one first, it would take the earlier ones for carried out."""
+    first = Process(plan=Plan.ps(3, 3))
+    for rank in (0, 1, 2):
+        first.primary.push(rank, 1, META)
+    assert [order["seq"] for shard, order in first.orders if shard == 0] == [1]
+    for rank in (0, 1):  # Enough for the rule that the owner has been told of meanwhile.
+        first.primary.push(rank, 2, META)
+        for shard in (0, 1):
+            first.primary.arrived(shard, rank, 2, None)
+    again = Process(first.journal, plan=Plan.ps(3, 2).replace(plan_id=1))
+    again.primary.join(0, 0)
+    again.primary.adopt_newer_plan()
+    assert next(order["seq"] for shard, order in again.orders if shard == 0) == 1
+    assert again.primary.version == 1
