@@ -254,3 +254,15 @@ def gradients_are_clipped_wherever_the_optimizer_steps(ctx: Context) -> None:
     optimizer.step(closure)
     norm = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None) ** 0.5
     assert norm <= 0.0501, norm
+
+
+@case(ranks=(2,), modes=("sync",), last=True)
+def unnamed_collectives_of_a_part_leave_the_names_of_all_alone(ctx: Context) -> None:
+    model, optimizer = wrapped(ctx.star, Plain.simple)
+    _steps(model, optimizer, 2)
+    if ctx.subset.included():
+        assert star_hvd.broadcast_object(7, 0, process_set=ctx.subset) == 7
+        star_hvd.allreduce(torch.ones(1), process_set=ctx.subset)
+    assert star_hvd.broadcast_object(ctx.rank, 0) == 0
+    assert float(star_hvd.allreduce(torch.ones(1), op=star_hvd.Sum)) == 2.0
+    _steps(model, optimizer, 2)

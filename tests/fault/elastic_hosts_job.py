@@ -1,7 +1,7 @@
 """An elastic training whose hosts change in the middle of an epoch.
 
-`python -m tests.fault.elastic_hosts_job FILE HOSTS`: rank 0 writes the new hosts to the file that names them. Every rank
-writes down which samples it had in which epoch.
+`python -m tests.fault.elastic_hosts_job FILE HOSTS`: rank 0 writes the new hosts to the file that names them. Every
+rank writes down which samples it had in which epoch.
 """
 
 from __future__ import annotations
