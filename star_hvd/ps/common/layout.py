@@ -31,6 +31,9 @@ _LEAST_PART_BYTES = 128 * 1024
 Mbit/s on two cores: an update took 754 ms with parts of 312 KB and 786 ms with 1 MiB chunks; for smaller buckets, 150
 ms with parts of 31 KB and 138 ms uncut."""
 
+_MOST_CHUNK_BYTES = (1 << 30) - (1 << 20)
+"""A chunk is sent to its server together with its state, up to three times its size, in a message of at most 4 GiB."""
+
 _MOST_ELEMENTS, _MOST_SERVERS = 1 << 42, 1 << 16
 
 State = dict[str, Any]
@@ -169,6 +172,12 @@ class Layout:
                 ranges.append((index, start, start + sum(piece.numel for piece in pieces), pieces))
             first += len(bucket.shapes)
         sizes = [(r[2] - r[1]) * described[r[0]].dtype.itemsize for r in ranges]
+        if max(sizes, default=0) > _MOST_CHUNK_BYTES:
+            raise LayoutError(
+                f"a tensor of {max(sizes) >> 20} MiB is more than servers take of {base_class.__name__}, which they "
+                f"cannot cut ({_MOST_CHUNK_BYTES >> 20} MiB, for its state comes with it); use one of torch's own "
+                "elementwise optimizers, or a mode without servers"
+            )
         servers = _spread_each([r[0] for r in ranges], sizes, n_servers) if each_spread else _spread(sizes, n_servers)
         chunks = tuple(
             Chunk(number, bucket, start, stop, servers[number], pieces)

@@ -169,6 +169,9 @@ def test_what_servers_cannot_do_is_refused_with_a_reason() -> None:
     with pytest.raises(LayoutError, match="channels_last"):
         Layout.build(pack([last], 9999), [{"params": [last]}], torch.optim.Adafactor, 1, 99)
     stray = torch.nn.Parameter(torch.zeros(3))
+    wide = torch.nn.Parameter(torch.empty(300 << 20, device="meta"))
+    with pytest.raises(LayoutError, match="a tensor of 1200 MiB is more than servers take of Adafactor"):
+        Layout.build(pack([wide], 1 << 40), [{"params": [wide]}], torch.optim.Adafactor, 2, 1 << 20)
     with pytest.raises(LayoutError, match="in no parameter group"):
         Layout.build(pack([stray], 99), [{"params": []}], torch.optim.SGD, 1, 99)
     with pytest.raises(ValueError, match="n_servers is 0"):
