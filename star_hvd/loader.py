@@ -70,6 +70,9 @@ def shard(
     data set, pass the same settings as keywords. Each rank reads an `IterableDataset` itself, and the data set must
     give each rank a different share; the queue then counts batches.
 
+    A loop may draw from several loaders. Each has a queue of its own, so ranks may get different numbers of batches of
+    each; `zip` ends on a rank with the first loader that has no more for it.
+
     Args:
         data: A map-style data set, a DataLoader, or either of an `IterableDataset`.
         batch_size: Samples per batch and rank; required for a data set without batch sampler.
@@ -233,7 +236,7 @@ class ShardLoader:
             self._attached = runtime.ensure(self._config)
             self._number, self._passes, self._next_stock = -1, 0, None
         if self._number < 0:
-            self._number = self._run.client.loader_number()
+            self._number = self._run.client.loader_number(self)
         self._evaluates = not torch.is_grad_enabled()
         if self._shares is not None:
             self._run.asked.check_shares(self.batch_size)

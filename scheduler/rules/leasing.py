@@ -22,6 +22,10 @@ With batch shares (`LeaseQueue.deal`) these rules do not apply: all positions ar
 (`scheduler.rules.runs`), and every rank holds its part of all steps. All ranks then take their share in every step and
 end at the same step; only what a rank gives back, since it leaves its loop for example, is handed out behind that.
 
+Where a program draws from several loaders in one loop, a rank may wait for samples that another rank holds, which waits
+for something else. Once no rank trains any more (`LeaseQueue.reclaim`), what is not begun goes to those that wait, also
+in rows.
+
 A position is always in exactly one state: free, held by one rank, or begun by one rank. A begun position changes state
 only if the rank reports that it was never delivered (`undone`: its loop was left while batches were loading).
 """
@@ -104,6 +108,8 @@ class _Holder:
         idle: Its training thread waits for them as well.
         recalled_at: `LeaseQueue._progress` when it was last asked to return positions.
         unsent: What it was dealt is sent with the answer to its first request.
+        needs: It gets the next free positions, as no rank goes on before it does.
+        reclaimed_at: `LeaseQueue._progress` when `reclaim` last asked it to return positions.
     """
 
     held: list[Run] = field(default_factory=list)
@@ -123,6 +129,8 @@ class _Holder:
     idle: bool = False
     recalled_at: int = -1
     unsent: bool = False
+    needs: bool = False
+    reclaimed_at: int = -1
 
     @property
     def pace_s(self) -> float:
@@ -174,6 +182,7 @@ class LeaseQueue:
         self._lease_s = lease_s
         self._rows = False  # Whether ranks hold their parts of all rows.
         self.even = False
+        self._reclaimed = False  # Whether ranks no longer hold their parts as dealt.
         self._progress = 0  # Counts the events after which another recall from the same rank may be useful.
 
     @property
@@ -197,6 +206,8 @@ class LeaseQueue:
 
     def dealable(self, planned: Sequence[int]) -> bool:
         """Whether `deal` is possible: no rank is about to give positions back, or has begun more than planned."""
+        if self._reclaimed and not self.over:
+            return False
         return not any(
             each.recalled or (count < each.begun and not each.ended)
             for each, count in zip(self._holders, planned, strict=True)
@@ -382,6 +393,38 @@ class LeaseQueue:
                     holder.keep = self._keeps(holder, min(self._next_s(each, holder, now_s) for each in gains), now_s)
                     yield rank, holder.keep
 
+    def stuck(self, rank: int) -> bool:
+        """Whether a rank's training thread waits for positions that others hold."""
+        holder = self._holder(rank)
+        return holder.waits and holder.idle
+
+    def reclaim(self) -> tuple[list[int], bool]:
+        """Take what is held and not begun for the ranks that are stuck, since no rank trains until they get samples.
+
+        Returns:
+            The ranks to ask for all positions they have not begun, and whether positions are free now or will be.
+        """
+        asked = []
+        for rank, holder in enumerate(self._holders):
+            holder.needs = self.stuck(rank)
+            if not holder.held or holder.needs:
+                continue
+            if math.isnan(holder.heard_s):  # Nothing was sent to it yet.
+                self._free.extend(holder.held)
+                holder.held, holder.unsent = [], False
+            elif not holder.recalled and holder.reclaimed_at != self._progress:
+                holder.recalled, holder.reclaimed_at, holder.keep = True, self._progress, 0
+                asked.append(rank)
+        coming = bool(self._free) or any(holder.recalled for holder in self._holders)
+        if coming and self._rows:
+            self._reclaimed, self.even = True, False
+        return asked, coming
+
+    def end(self, rank: int) -> None:
+        """End the epoch for a rank that is stuck, though others hold positions; they begin these themselves."""
+        holder = self._holder(rank)
+        holder.ended, holder.waits = True, False
+
     def _holder(self, rank: int) -> _Holder:
         if not 0 <= rank < len(self._holders):
             raise ValueError(f"a lease request is from rank {rank}; expected 0 <= rank < {len(self._holders)}")
@@ -431,7 +474,7 @@ class LeaseQueue:
         holder, held = self._holders[rank], self._batches(self._holders[rank].held)
         if self._free:
             wanted = self._allowed(rank, now_s) - held
-            if wanted < 1 and not held and not self._others_finish_first(rank, now_s):
+            if wanted < 1 and not held and (holder.needs or not self._others_finish_first(rank, now_s)):
                 wanted = 1
             if wanted >= 1:
                 return self._lease(holder, wanted)
@@ -451,6 +494,7 @@ class LeaseQueue:
             self._free.extendleft(reversed(behind([run], left)))
             left -= run.size * run.pieces
         holder.held += found
+        holder.needs = False
         return found
 
     def _allowed(self, rank: int, now_s: float) -> int:

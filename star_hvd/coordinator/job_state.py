@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,7 +38,14 @@ from star_hvd.channel.messages.base import (
     Unregister,
 )
 from star_hvd.channel.messages.joins import JoinCalled, JoinedRanks, ProgramCollective
-from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn, spans_of
+from star_hvd.channel.messages.leases import (
+    Consumed,
+    ConsumedRequest,
+    LeaseAsk,
+    LeaseReturn,
+    LoaderClosed,
+    spans_of,
+)
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
 from star_hvd.channel.messages.shares import Feeds, MemoryLimit, ShareReady
 from star_hvd.channel.messages.switch import (
@@ -71,6 +79,7 @@ _TIDY_INTERVAL_S = 5.0  # Between two searches for unused process sets.
 _UNLIKELY = 3  # Every third state source named is a rank that is not known to have the state.
 _MAX_OPEN = 4096  # Maximum number of optimizers, and of loaders' epochs, that are kept.
 _OWN_PACE = ("subgroup", "ps", "grouped")  # Families of plans in which all or some ranks step on their own.
+_EPOCHS_KEPT = 64  # Epochs that have ended on all ranks: a state of the middle of one may still be wanted.
 _GRANTS_KEPT = 64  # Per rank: more than it has requests in flight.
 _REPORT_IMMEDIATELY_S = 0.1
 """How long ranks go on reporting immediately after the last rank became active again, since the user's collectives come
@@ -83,7 +92,8 @@ class _Epoch:
     queue: WorkQueue | None = None  # None where samples are leased.
     ended: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)  # Those of `ended` that left their loop before its end.
-    announced: bool = False
+    announced: bool = False  # The ranks that are in `ended` without having left know of the end.
+    over: bool = False  # All ranks have ended it.
 
 
 class JobState:
@@ -113,7 +123,10 @@ class JobState:
         self._config = config
         self._hosts = tuple(hosts)
         self._ranker = ranker
-        self._epochs: dict[tuple[int, int], _Epoch] = {}
+        self._epochs: dict[tuple[int, int], _Epoch] = {}  # By loader and number.
+        self._over: deque[tuple[int, int]] = deque()  # Those that are over, the last one last.
+        self._at_end: dict[int, tuple[int, int]] = {}  # The epoch at whose end a rank's training thread waits.
+        self._closers: dict[int, set[int]] = {}  # By loader: ranks that have closed it, until all have.
         self._leases = LeaseService(world_size, lambda to, message: self.outbox.append((to, message)))
         self.microbatches = MicrobatchService(world_size, lambda to, message: self.outbox.append((to, message)))
         self.shares = ShareControl(world_size, self._broadcast, config.min_batch)
@@ -129,6 +142,7 @@ class JobState:
         self._inactive: dict[int, float] = {}  # Inactive ranks and since when.
         self._joined: list[int] = []  # Ranks in the program's `join`, in the order in which they came.
         self._closing: set[int] = set()  # Ranks that are closing an optimizer.
+        self._in_collective: set[int] = set()  # Ranks in a collective of the user's program.
         self._absent: set[int] = set()
         self._machines = [MachineStats()] * world_size
         self._headroom = HostHeadroom(self._hosts or ("localhost",) * world_size)
@@ -249,12 +263,15 @@ class JobState:
 
     def _away_message(self, rank: int, message: Away, now_s: float) -> None:
         (self._closing.add if message.away and message.reason == CLOSE else self._closing.discard)(rank)
+        (self._in_collective.add if message.away and not message.out_of_data else self._in_collective.discard)(rank)
         self._set_inactive(rank, message.away, now_s, out_of_data=message.out_of_data)
+        self._unblock(now_s)
 
     def _join_called(self, rank: int, message: JoinCalled, now_s: float) -> None:
         if rank not in self._joined:
             self._joined.append(rank)
         self._broadcast(JoinedRanks(list(self._joined)))
+        self._unblock(now_s)
         if len(self._joined) == self.world_size:
             self._joined.clear()
 
@@ -265,16 +282,32 @@ class JobState:
         self._leases.give_back(rank, message, now_s)
         if message.leaves:
             self.microbatches.leave(rank, now_s, (message.loader, message.epoch))
-            self._epoch_ended((message.loader, message.epoch), rank, early=message.early, now_s=now_s)
+            self._epoch_ended((message.loader, message.epoch), rank, message, now_s)
+        self._unblock(now_s)
 
     def _finished(self, rank: int, message: Finished, now_s: float) -> None:
         self.finished.add(rank)
         self._set_inactive(rank, True, now_s)
         self._leases.leave(rank, now_s)
         self.microbatches.leave(rank, now_s)
-        for key, epoch in self._epochs.items():  # It may have left its loop in the middle of one.
+        for key, epoch in list(self._epochs.items()):  # It may have left its loop in the middle of one.
             self._maybe_end(key, epoch, now_s)
+        self._unblock(now_s)
+        for loader in list(self._closers):
+            self._close_if_unused(loader)
         self._end_job_if_over()
+
+    def _loader_closed(self, rank: int, message: LoaderClosed, now_s: float) -> None:
+        if any(loader == message.loader for loader, _ in self._epochs):
+            self._closers.setdefault(message.loader, set()).add(rank)
+            self._close_if_unused(message.loader)
+
+    def _close_if_unused(self, loader: int) -> None:
+        """Forget a loader that all ranks have closed: also the epoch that they requested ahead and never began."""
+        if len(self._closers[loader] | self.finished) == self.world_size:
+            del self._closers[loader]
+            for key in [each for each in self._epochs if each[0] == loader]:
+                self._forget_epoch(key)
 
     def _forget(self, optimizer_id: int) -> None:
         """Forget an optimizer that has ended on all ranks."""
@@ -341,8 +374,15 @@ class JobState:
             self._maybe_end(key, epoch, now_s)
 
     def _forget_epochs(self, loader: int, before: int) -> None:
-        for old in [k for k, each in self._epochs.items() if k[0] == loader and k[1] < before and each.announced]:
-            del self._epochs[old]
+        for old in [k for k, each in self._epochs.items() if k[0] == loader and k[1] < before and each.over]:
+            self._forget_epoch(old)
+
+    def _forget_epoch(self, key: tuple[int, int]) -> None:
+        if self._epochs.pop(key).over and key in self._over:
+            self._over.remove(key)
+        self._at_end = {rank: each for rank, each in self._at_end.items() if each != key}
+        self._leases.forget(key)
+        self.microbatches.forget(key)
 
     def _lease(self, rank: int, message: LeaseAsk, now_s: float) -> None:
         key = (message.loader, message.epoch)
@@ -355,6 +395,7 @@ class JobState:
         self._start_fed(now_s)
         self.shares.state.in_step = self._fed is not None and self._fed.in_step
         self._leases.ask(rank, message, self._own_pace_s(rank), now_s)
+        self._unblock(now_s)
 
     def _microbatch_open(self, rank: int, message: MicrobatchOpen, now_s: float) -> None:
         key = (message.loader, message.epoch)
@@ -399,14 +440,19 @@ class JobState:
         logger.info("step %d: %s", change.step, self.shares.sentence() or "all ranks get equal batches")
         optimizer.shares_changed(change.step, change.shares, self.shares.sentence())
 
-    def _epoch_ended(self, key: tuple[int, int], rank: int, *, early: bool, now_s: float) -> None:
-        """Note that a rank has reached the end of an epoch, or left its loop before (`early`)."""
+    def _epoch_ended(self, key: tuple[int, int], rank: int, message: LeaseReturn, now_s: float) -> None:
+        """Note that a rank has reached the end of an epoch, or left its loop before."""
         epoch = self._epochs.get(key)
-        if epoch is not None:
-            epoch.ended.add(rank)
-            if early:
-                epoch.left.add(rank)
-            self._maybe_end(key, epoch, now_s)
+        if not message.early and (epoch is None or epoch.announced):  # The others have not waited for it.
+            self.outbox.append((rank, EpochEnd(*key, together=False)))
+        if epoch is None:
+            return
+        epoch.ended.add(rank)
+        if message.early:
+            epoch.left.add(rank)
+        elif message.meets and not epoch.announced:
+            self._at_end[rank] = key
+        self._maybe_end(key, epoch, now_s)
 
     def _own_pace_s(self, rank: int) -> float | None:
         """Return the median time of a rank's last 5 batches in seconds, from the first optimizer with reports.
@@ -423,18 +469,77 @@ class JobState:
         return None
 
     def _maybe_end(self, key: tuple[int, int], epoch: _Epoch, now_s: float) -> None:
-        if not epoch.announced and epoch.ended | self.finished == set(range(self.world_size)):
-            epoch.announced = True
+        if epoch.over or len(epoch.ended | self.finished) < self.world_size:
+            return
+        epoch.over = True
+        if not epoch.announced:
             if epoch.left:  # No common end: ranks that left early may be in the next epoch already.
-                self.outbox.extend((rank, EpochEnd(*key, together=False)) for rank in epoch.ended - epoch.left)
-                return
-            self._broadcast(EpochEnd(*key))
-            # All ranks become active at once; otherwise the last to leave could have its first step closed without it.
-            self._inactive = dict.fromkeys(self.finished, now_s)
-            for optimizer in self.optimizers.values():
-                optimizer.rule.align(now_s)
-                for rank in self.finished.union(optimizer.dropped):
-                    optimizer.rule.deactivate(rank)
+                self._announce(key, epoch, together=False)
+            else:
+                self._broadcast(EpochEnd(*key))
+                self._announced(key, epoch)
+                self._align(now_s)
+        if epoch.queue is None:
+            self._over.append(key)
+            if len(self._over) > _EPOCHS_KEPT:
+                self._forget_epoch(self._over[0])
+
+    def _announce(self, key: tuple[int, int], epoch: _Epoch, *, together: bool) -> None:
+        """Let the ranks go on that wait at the end of an epoch, and no others."""
+        self.outbox.extend((rank, EpochEnd(*key, together=together)) for rank in sorted(epoch.ended - epoch.left))
+        self._announced(key, epoch)
+
+    def _announced(self, key: tuple[int, int], epoch: _Epoch) -> None:
+        epoch.announced = True
+        self._at_end = {rank: each for rank, each in self._at_end.items() if each != key}
+
+    def _align(self, now_s: float) -> None:
+        """Make all ranks active at once; otherwise the last to leave could have its first step closed without it."""
+        self._inactive = dict.fromkeys(self.finished, now_s)
+        for optimizer in self.optimizers.values():
+            optimizer.rule.align(now_s)
+            for rank in self.finished.union(optimizer.dropped):
+                optimizer.rule.deactivate(rank)
+
+    def _unblock(self, now_s: float) -> None:
+        """Let ranks go on that wait for each other, in different loaders that they draw from in one loop.
+
+        Then every rank waits for samples that others hold, or at the end of an epoch that others have not ended, and no
+        message would change that. Samples go to the ranks that wait for them. If there are none, the ranks at an end go
+        on without the others, and if all ranks are at one, they meet first.
+        """
+        waiting = self._leases.waiting
+        blocked = self._at_end.keys() | waiting.keys()
+        if not blocked:
+            return
+        free = set(range(self.world_size)) - blocked - self.finished
+        if not all(self._has_passed(rank, blocked) for rank in free):
+            return
+        if self._leases.reclaim(now_s):
+            return
+        together = not waiting and not free
+        ends = set(self._at_end.values())
+        for key in sorted(ends):
+            self._announce(key, self._epochs[key], together=together)
+        if together:
+            self._align(now_s)
+        if not ends:
+            self._leases.end_one(now_s)
+
+    def _has_passed(self, rank: int, blocked: set[int]) -> bool:
+        """Whether a rank does nothing for those that are blocked.
+
+        It has left all the loops in which they are. Or it waits in a collective, or in `join`, and is ahead of them: it
+        has left one of these loops, or has ended an epoch without them which they have yet to end.
+        """
+        left = [rank in self._epochs[key].left for key in (*self._at_end.values(), *self._leases.waiting.values())]
+        if all(left) or not (rank in self._in_collective or rank in self._joined):
+            return all(left)
+        return any(left) or any(
+            each.announced and rank in each.ended and blocked.isdisjoint(each.ended)
+            for each in self._epochs.values()
+            if not each.over
+        )
 
     def _find_state_source(self, rank: int, message: FindStateSource) -> None:
         optimizer = self._optimizer(message.optimizer_id)
@@ -512,6 +617,7 @@ HANDLERS: dict[type[Message], _Handler] = {
     RequestBatch: JobState._request_batch,
     LeaseAsk: JobState._lease,
     LeaseReturn: JobState._lease_return,
+    LoaderClosed: JobState._loader_closed,
     ConsumedRequest: lambda job, rank, message, now_s: job._leases.request_consumed(rank, message),
     Consumed: lambda job, rank, message, now_s: job._leases.consumed(rank, message),
     ShareReady: JobState._share_ready,

@@ -63,12 +63,17 @@ class LeaseService:
     Args:
         world_size: Number of ranks.
         send: Sends a message to a rank.
+
+    Attributes:
+        waiting: Ranks whose training threads wait for samples that others hold, and of which epoch.
     """
 
     def __init__(self, world_size: int, send: Callable[[int, Message], None]) -> None:
+        self.waiting: dict[int, Key] = {}
         self._world_size = world_size
         self._send = send
         self._queues: dict[Key, LeaseQueue] = {}
+        self._open_queues: dict[Key, LeaseQueue] = {}  # Those of them that are not over for all ranks.
         # Batch shares with which a new epoch starts, by its number of samples; empty without. And how its last step is
         # divided.
         self.shares: Callable[[LeaseAsk, int], tuple[Sequence[int], LastStep]] = lambda ask, samples: ((), LastStep())
@@ -120,12 +125,14 @@ class LeaseService:
             )
         except ValueError as error:
             raise ChannelError(str(error)) from error
+        if queue.stuck(rank):
+            self.waiting[rank] = key
         self._answer(key, rank, answer)
         self._serve(key, queue, now_s)
 
     def forecast(self, rank: int, pace_s: float) -> None:
         """Set a rank's current seconds per batch for all open epochs."""
-        for (loader, _), queue in self._queues.items():
+        for (loader, _), queue in self._open_queues.items():
             self._pace_s[loader, rank] = pace_s
             queue.forecast(rank, pace_s)
 
@@ -182,8 +189,37 @@ class LeaseService:
         except ValueError as error:
             raise ChannelError(str(error)) from error
         if message.leaves:
-            queue.leave(rank)
+            self._leave(key, queue, rank)
         self._serve(key, queue, now_s)
+
+    def reclaim(self, now_s: float) -> bool:
+        """Give the ranks that wait what others hold, see `LeaseQueue.reclaim`. Return whether they get any, or will."""
+        found = False
+        for key in sorted(set(self.waiting.values())):
+            asked, coming = self._queues[key].reclaim()
+            for rank in asked:
+                self._send(rank, LeaseRecall(*key, 0))
+            self._serve(key, self._queues[key], now_s)
+            found = found or coming
+        return found
+
+    def end_one(self, now_s: float) -> None:
+        """End an epoch for the ranks that wait in it, where the samples that others hold cannot be had."""
+        key = min(self.waiting.values())
+        for rank in [rank for rank, each in self.waiting.items() if each == key]:
+            self._queues[key].end(rank)
+            self._answer(key, rank, Answer.END)
+
+    def forget(self, key: Key) -> None:
+        """Forget an epoch that all ranks have ended, or that they never begin."""
+        for kept in (self._queues, self._open_queues, self._orders, self._done):
+            kept.pop(key, None)
+        self._fixed.discard(key)
+        self.waiting = {rank: each for rank, each in self.waiting.items() if each != key}
+        loader = key[0]
+        self._queries = {each: query for each, query in self._queries.items() if each[:2] != key}
+        if not any(each[0] == loader for each in self._queues):
+            self._pace_s = {each: pace_s for each, pace_s in self._pace_s.items() if each[0] != loader}
 
     def request_consumed(self, rank: int, message: ConsumedRequest) -> None:
         """Find out for a rank what all ranks have consumed; all are asked only once, however many want the result."""
@@ -226,9 +262,17 @@ class LeaseService:
     def leave(self, rank: int, now_s: float) -> None:
         """Free the samples held by a rank whose program has ended, for the other ranks, now and in later epochs."""
         self._finished.add(rank)
-        for key, queue in self._queues.items():
-            queue.leave(rank)
+        self.waiting.pop(rank, None)
+        for key, queue in list(self._open_queues.items()):
+            self._leave(key, queue, rank)
             self._serve(key, queue, now_s)
+
+    def _leave(self, key: Key, queue: LeaseQueue, rank: int) -> None:
+        queue.leave(rank)
+        if self.waiting.get(rank) == key:
+            del self.waiting[rank]
+        if queue.over:
+            self._open_queues.pop(key, None)
 
     def _compare(self, rank: int, key: Key, message: LeaseAsk) -> str:
         """Return why this rank cannot take part (its samples or their order differ); empty if it can."""
@@ -251,10 +295,7 @@ class LeaseService:
     def _open(self, key: Key, message: LeaseAsk) -> LeaseQueue:
         loader, epoch = key
         for old in [k for k, each in self._queues.items() if k[0] == loader and k[1] < epoch - 1 and each.over]:
-            del self._queues[old]  # A rank that leaves its loop may be epochs ahead of the others.
-            self._orders.pop(old, None)
-            self._done.pop(old, None)
-            self._fixed.discard(old)
+            self.forget(old)  # A rank that leaves its loop may be epochs ahead of the others.
         done = spans_of(message.done)
         queue = LeaseQueue(message.samples, message.batch, self._world_size, drop_last=message.drop_last, done=done)
         self._done[key] = done
@@ -270,7 +311,7 @@ class LeaseService:
             shares = (message.batch,) * self._world_size
         if shares:
             queue.deal(shares, [0] * self._world_size, last=last)
-        self._queues[key] = queue
+        self._queues[key] = self._open_queues[key] = queue
         return queue
 
     def _serve(self, key: Key, queue: LeaseQueue, now_s: float) -> None:
@@ -282,6 +323,8 @@ class LeaseService:
 
     def _answer(self, key: Key, rank: int, answer: list[Run] | Answer) -> None:
         if answer is not Answer.WAIT:
+            if self.waiting.get(rank) == key:
+                del self.waiting[rank]
             runs = flat(answer) if isinstance(answer, list) else []
             self._send(rank, Lease(*key, runs, answer is Answer.END, even=self._queues[key].even))
 
@@ -305,6 +348,7 @@ class MicrobatchService:
         self._world_size = world_size
         self._send = send
         self._pools: dict[Key, MicrobatchPool] = {}
+        self._last_fixed_part = math.nan  # That of the last pool that was forgotten.
         self._orders: dict[Key, tuple[MicrobatchOpen, int]] = {}  # The first message of an epoch, and its rank.
         # By rank and loader: epochs that a rank opened while another rank is still in the previous epoch.
         self._early: dict[tuple[int, int], MicrobatchOpen] = {}
@@ -313,7 +357,9 @@ class MicrobatchService:
     def fixed_part(self) -> float:
         """Part of the time of a batch in micro-batches that does not depend on its size; NaN if unknown."""
         pool = next(reversed(self._pools.values()), None)
-        return pool.times.fixed_part(pool.layout.parts, pool.layout.share) if pool is not None else math.nan
+        if pool is None:
+            return self._last_fixed_part
+        return pool.times.fixed_part(pool.layout.parts, pool.layout.share)
 
     def open(self, rank: int, message: MicrobatchOpen, now_s: float) -> None:
         """Handle a rank's opening of an epoch.
@@ -371,6 +417,13 @@ class MicrobatchService:
         for (other, _), message in early.items():
             if key is not None or other != rank:  # A rank that has left opens nothing.
                 self.open(other, message, now_s)
+
+    def forget(self, key: Key) -> None:
+        """Forget an epoch that all ranks have ended."""
+        if key in self._pools:
+            self._last_fixed_part = self.fixed_part
+            del self._pools[key]
+        self._orders.pop(key, None)
 
     def tick(self, now_s: float) -> float:
         """Act on what is due; return when to call again."""

@@ -28,7 +28,7 @@ from star_hvd.channel.messages.base import (
     wire_fields,
 )
 from star_hvd.channel.messages.joins import JoinCalled, ProgramCollective
-from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
+from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn, LoaderClosed
 from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchOpen, MicrobatchReturn
 from star_hvd.channel.messages.shares import EPOCH_START, Feeds, MemoryLimit, ShareReady
 from star_hvd.channel.messages.switch import (
@@ -64,6 +64,7 @@ FROM_RANKS: tuple[type[Message], ...] = (
     LeaseAsk,
     LeaseReturn,
     LinkRate,
+    LoaderClosed,
     MachineNote,
     MemoryLimit,
     MicrobatchBegin,
@@ -199,6 +200,11 @@ def _lease_return(message: LeaseReturn, _: int) -> None:
         raise _negative(message)
 
 
+def _loader_closed(message: LoaderClosed, _: int) -> None:
+    if message.loader < 0:
+        raise ChannelError(f"loader {message.loader} is closed; expected a number from 0")
+
+
 def _microbatch_open(message: MicrobatchOpen, _: int) -> None:
     whole = (message.loader, message.epoch, message.samples, message.batch - 1, message.ahead, message.digest)
     if min(*whole, message.parts - 1, message.most) < 0:
@@ -270,6 +276,7 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     RequestBatch: _request_batch,
     LeaseAsk: _lease_ask,
     LeaseReturn: _lease_return,
+    LoaderClosed: _loader_closed,
     Consumed: _consumed,
     ConsumedRequest: _consumed,
     ShareReady: _share_ready,

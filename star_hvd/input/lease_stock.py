@@ -185,6 +185,7 @@ class LeaseStock:
         fixed: Whether the sizes cannot follow batch shares.
         even: Whether all ranks need equally many batches, see `LeaseAsk.even`.
         step: Returns the steps that the parameters have had.
+        meets: Returns whether the calling thread would meet the other ranks at the end of the epoch.
         clock: The time in seconds; only differences count.
     """
 
@@ -205,9 +206,10 @@ class LeaseStock:
         fixed: bool = False,
         even: bool = False,
         step: Callable[[], int] = lambda: -1,
+        meets: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rank, self._clock, self._step = rank, clock, step
+        self._rank, self._clock, self._step, self._meets = rank, clock, step, meets
         self._sizer, self.fixed = sizer or ConstantBatches(batch), fixed
         self.even = even
         self.loader, self.epoch, self.samples, self.batch = loader, epoch, samples, batch
@@ -464,7 +466,8 @@ class LeaseStock:
                 self._runs.clear()
                 self._formed.clear()
                 early = not self._exhausted
-                self._send(LeaseReturn(self.loader, self.epoch, self._begun, True, early, 0, undone))
+                meets = early or self._meets()
+                self._send(LeaseReturn(self.loader, self.epoch, self._begun, True, early, 0, undone, meets=meets))
 
     def _pop(self, wanted: int) -> Span:
         """Remove and return the first samples, `wanted` at most; fewer if they are not adjacent."""

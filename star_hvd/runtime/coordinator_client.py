@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import queue
 import time
+import weakref
 from collections.abc import Callable
 
 from scheduler.rules.runs import joined, spans
@@ -16,6 +17,7 @@ from star_hvd.channel.messages.leases import (
     ConsumedRequest,
     Lease,
     LeaseRecall,
+    LoaderClosed,
     ReportConsumed,
     runs_of,
 )
@@ -37,6 +39,7 @@ __all__ = ["CoordinatorClient"]
 
 _LOOK_S = 0.5  # Between two checks of whether a wait has become pointless.
 _ASK_AGAIN_S = 5.0  # Messages are rarely lost; repeating a request has no effect on its result.
+_CLOSED_KEPT = 8  # Loaders that are closed here: another rank may still want to know what was consumed of them.
 _MEETING = 1 << 20  # Number of the work queue at which all ranks meet.
 _WORK = _MEETING + 1  # Number of the queue of ranges that belong to no loader (`work`).
 
@@ -52,6 +55,7 @@ class CoordinatorClient:
             anything did.
         step: Returns the step that the training thread is at.
         most_samples: Returns the most samples in a batch of a loader that fit in memory, 0 if unknown.
+        meets: Returns whether the calling thread would meet the other ranks at the end of an epoch.
         ask_again_s: Time without an answer after which a request for samples is repeated.
     """
 
@@ -63,6 +67,7 @@ class CoordinatorClient:
         raise_failure: Callable[[], None],
         step: Callable[[], int] = lambda: 0,
         most_samples: Callable[[int], int] = lambda loader: 0,
+        meets: Callable[[], bool] = lambda: True,
         ask_again_s: float = _ASK_AGAIN_S,
     ) -> None:
         self._config = config
@@ -71,7 +76,7 @@ class CoordinatorClient:
         self._raise_failure = raise_failure
         self._consumed: queue.SimpleQueue[Consumed] = queue.SimpleQueue()
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
-        self._step, self._most_samples = step, most_samples
+        self._step, self._most_samples, self._meets = step, most_samples, meets
         self._ask_again_s = ask_again_s
         self._sizes: dict[int, BatchSizes] = {}  # By loader.
         # By loader and epoch, of the last two epochs.
@@ -81,12 +86,34 @@ class CoordinatorClient:
         self._asked: collections.deque[messages.RequestBatch] = collections.deque()
         self._requests = 0
         self._next_loader = 0
+        self._gone: queue.SimpleQueue[int] = queue.SimpleQueue()  # Loaders without references; filled from any thread.
+        self._closed: collections.deque[int] = collections.deque()
         self._meetings = self._works = 0
 
-    def loader_number(self) -> int:
-        """Return a number for the next `shard` loader, equal on all ranks that create loaders in the same order."""
+    def loader_number(self, owner: object) -> int:
+        """Return a number for a `shard` loader, equal on all ranks, which iterate first over loaders in the same order.
+
+        Args:
+            owner: The loader. What is kept for it, also at the coordinator, goes some time after it.
+        """
+        self._close_loaders()
         self._next_loader += 1
+        # Not closed by the finalizer itself: that may run in any thread, and under any lock.
+        weakref.finalize(owner, self._gone.put, self._next_loader - 1).atexit = False
         return self._next_loader - 1
+
+    def _close_loaders(self) -> None:
+        """Close loaders to which the program has no reference, and return what was requested ahead of them."""
+        while not self._gone.empty():
+            number = self._gone.get()
+            for stock in [each for (loader, _), each in self._stocks.items() if loader == number]:
+                stock.close()
+            self._agent.send(LoaderClosed(number))
+            self._closed.append(number)
+        old = {self._closed.popleft() for _ in range(len(self._closed) - _CLOSED_KEPT)}
+        if old:
+            self._stocks = {key: each for key, each in self._stocks.items() if key[0] not in old}
+            self._sizes = {loader: each for loader, each in self._sizes.items() if loader not in old}
 
     def batch_sizes(self, loader: int) -> BatchSizes:
         """Return the object that holds the sizes of a loader's batches."""
@@ -148,6 +175,7 @@ class CoordinatorClient:
             fixed=not isinstance(sizer, BatchSizes),
             even=even,
             step=self._step,
+            meets=self._meets,
         )
         self._keep(stock)
         if ask:

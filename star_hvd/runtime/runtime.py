@@ -234,8 +234,9 @@ class Runtime:
             self.config.heartbeat_s,
         )
         self.client = CoordinatorClient(
-            self.config, self.rank, self.agent, self._raise_what_ends_waits, self._first_step, self._most_samples
-        )
+            self.config, self.rank, self.agent, self._raise_what_ends_waits, self._first_step, self._most_samples,
+            lambda: self.meets,
+        )  # fmt: skip
         self.services = ModeServices(
             self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers,
             self._raise_what_ends_waits,

@@ -2,6 +2,7 @@
 
     python -m tests.multiproc.loader_job first FOLDER       epochs, then a checkpoint in the middle of one
     python -m tests.multiproc.loader_job second FOLDER      goes on from it, with any number of ranks
+    python -m tests.multiproc.loader_job several FOLDER     loops that draw from two loaders of different lengths
     python -m tests.multiproc.loader_job alone FOLDER       states in the middle of epochs in which ranks step alone
 """
 
@@ -108,6 +109,40 @@ def second(folder: Path) -> dict[str, Any]:
     return facts
 
 
+SEVERAL = ("sync", "partial")
+OUTER, INNER, LABELLED = 11, 9, 5  # Batches: of three ranks some wait at the end of one loader, some at the other's.
+
+
+def several(folder: Path) -> dict[str, Any]:
+    """Two epochs over `zip` of two loaders, and two of one in which a shorter one is started again and again."""
+    found = {}
+    for mode in SEVERAL:
+        training = Training(mode)
+        outer, inner, labelled = (
+            hvd.shard(torch.utils.data.Subset(Numbered(), range(count * BATCH + 1)), BATCH, drop_last=True)
+            for count in (OUTER, INNER, LABELLED)
+        )
+        pairs, digests, restarted = [list[tuple[int, int]]() for _ in range(2)], [], [list[int]() for _ in range(2)]
+        for epoch in range(2):
+            for (first, rows), (second, _) in zip(outer, inner, strict=False):
+                training.step(rows)
+                pairs[epoch].append((int(first[0]), int(second[0])))
+            digests.append(digest(training.net))
+        labels = iter(labelled)
+        for epoch in range(2):
+            for numbers, rows in outer:
+                if next(labels, None) is None:
+                    labels = iter(labelled)
+                    next(labels, None)
+                training.step(rows)
+                restarted[epoch] += numbers.tolist()
+        del labels
+        hvd.barrier()
+        found[mode] = {"pairs": pairs, "digests": digests, "restarted": restarted, "last": digest(training.net)}
+        training.optimizer.close()
+    return found
+
+
 ALONE = ("asgd", "local(3)", "local(3,background)", "subgroup(0,1)")
 
 
@@ -151,7 +186,7 @@ def main(part: str, folder: Path) -> None:
     torch.set_num_threads(1)
     hvd.init()
     with deadline():
-        write_result({"first": first, "second": second, "alone": alone}[part](folder))
+        write_result({"first": first, "second": second, "several": several, "alone": alone}[part](folder))
     hvd.shutdown()
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.loader_job import ALONE, BATCH, SAMPLES, STOPS_AT
+from tests.multiproc.loader_job import ALONE, BATCH, INNER, OUTER, SAMPLES, SEVERAL, STOPS_AT
 from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S + 60)]
@@ -61,6 +61,20 @@ def test_an_epoch_goes_on_behind_a_checkpoint_with_another_number_of_ranks(jobs:
     assert together([each["epochs"][1] for each in jobs[1].results]) == ALL
     assert {each["epoch"] for each in jobs[1].results} == {6}
     assert len({each["digest"] for each in jobs[1].results}) == 1
+
+
+def test_a_loop_may_draw_from_several_loaders_of_any_lengths() -> None:
+    results = run_job("tests.multiproc.loader_job", "several", ".", ranks=3, fresh=True).check().results
+    for mode in SEVERAL:
+        each = [result[mode] for result in results]
+        for epoch in range(2):
+            for drawn in zip(*together([one["pairs"][epoch] for one in each]), strict=True):
+                assert len(set(drawn)) == len(drawn) and INNER - 2 <= len(drawn) <= INNER, "each batch once"
+            samples = together([one["restarted"][epoch] for one in each])
+            assert len(set(samples)) == len(samples) == OUTER * BATCH
+        assert len({one["last"] for one in each}) == 1
+        if mode == "sync":
+            assert all(len({one["digests"][epoch] for one in each}) == 1 for epoch in range(2)), "ranks meet"
 
 
 def test_a_state_where_ranks_step_alone_takes_nothing_for_consumed_that_the_parameters_lack() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -92,3 +93,15 @@ def relaxed_job(world_size: int = 3) -> Job:
         job.arrive(rank, 5, plan_id=1)
     assert job.engine.active.relaxed
     return job
+
+
+def state_of(thing: Any) -> Any:
+    """Everything an object holds, down to plain values."""
+    if isinstance(thing, dict):
+        return {key: state_of(value) for key, value in thing.items()}
+    if isinstance(thing, (list, tuple, deque)):
+        return [state_of(value) for value in thing]
+    if not type(thing).__module__.startswith(("star_hvd", "scheduler")):
+        return "a call" if callable(thing) else repr(thing)
+    names = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
+    return {name: state_of(getattr(thing, name)) for name in [*names, *getattr(thing, "__dict__", ())]}

@@ -1,4 +1,4 @@
-"""All ranks of a loader in one process: their clients, and the coordinator's lease service in a thread of its own."""
+"""All ranks of a loader in one process: their clients, and the coordinator in a thread of its own."""
 
 from __future__ import annotations
 
@@ -7,15 +7,25 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from star_hvd.channel.messages.base import Message
-from star_hvd.channel.messages.leases import Consumed, ConsumedRequest, LeaseAsk, LeaseReturn
+from scheduler.records import Plan
+from star_hvd.channel.messages.base import EpochEnd, Message, Register
+from star_hvd.channel.messages.leases import (
+    Consumed,
+    ConsumedRequest,
+    Lease,
+    LeaseAsk,
+    LeaseRecall,
+    LeaseReturn,
+    ReportConsumed,
+)
 from star_hvd.config import Config
+from star_hvd.coordinator.job_state import ALL, JobState
 from star_hvd.coordinator.lease_service import LeaseService
 from star_hvd.loader import ShardLoader, shard
 from star_hvd.runtime import runtime
@@ -26,6 +36,7 @@ from star_hvd.runtime.memory_limits import MemoryLimits
 __all__ = ["Numbers", "World"]
 
 PATIENCE_S = 300.0
+_FOR_CLIENTS = (Consumed, EpochEnd, Lease, LeaseRecall, ReportConsumed)
 
 
 class Numbers(torch.utils.data.Dataset[int]):
@@ -48,10 +59,19 @@ class World:
     Args:
         ranks: Number of ranks.
         monkeypatch: Of pytest; a loader uses the runtime of the rank assigned to the calling thread.
+        plan: The plan of an optimizer. The ranks then have the whole state of a coordinator, and end epochs together;
+            without it they have a lease service, and go on at the end of an epoch.
+
+    Attributes:
+        meetings: For each rank whether the ranks met, at the end of each epoch that it ended.
+        in_training_threads: Whether the loops are in the ranks' training threads.
     """
 
-    def __init__(self, ranks: int, monkeypatch: Any) -> None:
+    def __init__(self, ranks: int, monkeypatch: Any, plan: Plan | None = None) -> None:
         self.service = LeaseService(ranks, self._to_rank)
+        self.meetings: list[list[bool]] = [[] for _ in range(ranks)]
+        self.in_training_threads = True
+        self.state = self._coordinator(ranks, plan) if plan is not None else None
         self.weights: list[float] = []
         self.steps = [-1] * ranks
         self.own_steps = [0] * ranks
@@ -91,27 +111,45 @@ class World:
         found: list[list[Any]] = [[] for _ in loaders]
 
         def work(rank: int) -> None:
-            self.rank = rank
             batches = iter(loaders[rank])
             while len(found[rank]) != until and (batch := next(batches, None)) is not None:
                 found[rank].append(batch)
             batches.close()  # type: ignore[attr-defined]
 
-        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(loaders))]
+        self.run(work)
+        return found
+
+    def run(self, program: Callable[[int], None], patience_s: float = PATIENCE_S) -> None:
+        """Run a program on all ranks, in a thread for each; it gets its rank."""
+
+        def work(rank: int) -> None:
+            self.rank = rank
+            program(rank)
+            ended.add(rank)
+
+        ended = set[int]()
+        threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(self.runs))]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(PATIENCE_S)
-            assert not thread.is_alive()
-        return found
+            thread.join(patience_s)
+        assert ended == set(range(len(threads))), "these ranks have ended"
+
+    def say(self, rank: int, message: Message) -> None:
+        """Send a message of a rank."""
+        self._inbox.put((rank, message))
 
     def _run(self, rank: int, ranks: int) -> SimpleNamespace:
         def send(message: Message, *, urgent: bool = True) -> None:
             self._inbox.put((rank, message))
 
         agent = SimpleNamespace(send=send, last_heard_s=time.monotonic())
-        client = CoordinatorClient(Config(), rank, agent, lambda: None, lambda: self.steps[rank])  # type: ignore[arg-type]
-        client.await_epoch_end = lambda loader, epoch: False  # type: ignore[method-assign]
+        client = CoordinatorClient(
+            Config(), rank, agent, lambda: None, lambda: self.steps[rank],  # type: ignore[arg-type]
+            meets=lambda: self.in_training_threads,
+        )  # fmt: skip
+        if self.state is None:
+            client.await_epoch_end = lambda loader, epoch: False  # type: ignore[method-assign]
         return SimpleNamespace(
             world_size=ranks,
             client=client,
@@ -134,13 +172,31 @@ class World:
                 note=lambda loader, weight: self.weights.append(weight),
             ),
             inactive=lambda reason: contextlib.nullcontext(),
-            meeting=lambda reason, *, out_of_data, if_true: contextlib.nullcontext(if_true()),
+            meeting=lambda reason, *, out_of_data, if_true: self._meet(rank, if_true),
         )
+
+    @contextlib.contextmanager
+    def _meet(self, rank: int, if_true: Callable[[], bool]) -> Iterator[None]:
+        self.meetings[rank].append(if_true())
+        yield
+
+    def _coordinator(self, ranks: int, plan: Plan) -> JobState:
+        state = JobState(ranks, Config(), time.monotonic())
+        for rank in range(ranks):
+            state.handle(rank, Register(0, Plan.sync(ranks).to_dict(), plan.to_dict()), time.monotonic())
+        return state
 
     def handle(self, rank: int, message: Message) -> None:
         """Handle a rank's message in the coordinator's thread."""
         now_s = time.monotonic()
-        if isinstance(message, LeaseAsk):
+        if self.state is not None:
+            self.state.handle(rank, message, now_s)
+            outbox, self.state.outbox = self.state.outbox, []
+            for to, answer in outbox:
+                for each in range(len(self.runs)) if to == ALL else [to]:
+                    if isinstance(answer, _FOR_CLIENTS):
+                        self._to_rank(each, answer)
+        elif isinstance(message, LeaseAsk):
             self.service.ask(rank, message, None, now_s)
         elif isinstance(message, LeaseReturn):
             self.service.give_back(rank, message, now_s)

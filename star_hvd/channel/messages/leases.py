@@ -11,8 +11,8 @@ from star_hvd.channel.messages.base import Message, message_kind
 from star_hvd.errors import ChannelError
 
 __all__ = [
-    "Consumed", "ConsumedRequest", "Lease", "LeaseAsk", "LeaseRecall", "LeaseReturn", "ReportConsumed", "flat",
-    "runs_of", "spans_of",
+    "Consumed", "ConsumedRequest", "Lease", "LeaseAsk", "LeaseRecall", "LeaseReturn", "LoaderClosed", "ReportConsumed",
+    "flat", "runs_of", "spans_of",
 ]  # fmt: skip
 
 
@@ -99,6 +99,7 @@ class LeaseReturn(Message):
         leaves: The rank takes no more samples.
         early: Its program left the loop before it heard that the epoch is over; it does not wait for the other ranks.
         undelivered: Samples that count as begun but are not delivered yet, if batches may overtake each other.
+        meets: Its training thread waits for the other ranks at the end of the epoch, unless the rank leaves `early`.
     """
 
     kind: ClassVar[str] = "lease_return"
@@ -110,6 +111,16 @@ class LeaseReturn(Message):
     kept: int = 0
     undone: list[int] = field(default_factory=list)
     undelivered: int = 0
+    meets: bool = True
+
+
+@message_kind
+@dataclass(frozen=True, slots=True)
+class LoaderClosed(Message):
+    """A rank sends nothing more of a loader: its program has no reference to it any more."""
+
+    kind: ClassVar[str] = "loader_closed"
+    loader: int
 
 
 @message_kind

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import deque
 from typing import Any
 
 import pytest
@@ -16,11 +15,12 @@ from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages import switch as s
 from star_hvd.channel.messages.joins import JoinedRanks, ProgramCollective
+from star_hvd.channel.messages.leases import LoaderClosed
 from star_hvd.channel.messages.switch import ServerRestarted, ServerUp
 from star_hvd.coordinator.job_state import HANDLERS
 from star_hvd.coordinator.validation import FROM_RANKS
 from star_hvd.errors import ChannelError
-from tests.support.job_states import PLAN, Job, only, relaxed_job
+from tests.support.job_states import PLAN, Job, only, relaxed_job, state_of
 
 REDUCTION = ProgramCollective("allreduce", "loss", "named", 1, False, [2, 4, 4], ["float32"], "cpu", 1, 1.0, 1.0)
 BAD_TENSORS: list[dict[str, Any]] = [
@@ -69,6 +69,7 @@ BAD = [
     m.RequestBatch(0, 0, -1, 4, False),
     m.RequestBatch(0, 0, 4, 0, False),
     m.RequestBatch(0, -1, 4, 1, False),
+    LoaderClosed(-1),
     m.PlanMessage(0, PLAN),
     m.CloseStep(0, 3, 0.1),
     m.Grant(0, 0, 0, 1),
@@ -78,18 +79,6 @@ BAD = [
     m.StateSource(0, 1),
     m.ReportImmediately(True),
 ]
-
-
-def state_of(thing: Any) -> Any:
-    """Everything an object holds, down to plain values."""
-    if isinstance(thing, dict):
-        return {key: state_of(value) for key, value in thing.items()}
-    if isinstance(thing, (list, tuple, deque)):
-        return [state_of(value) for value in thing]
-    if not type(thing).__module__.startswith(("star_hvd", "scheduler")):
-        return "a call" if callable(thing) else repr(thing)
-    names = [name for cls in type(thing).__mro__ for name in getattr(cls, "__slots__", ())]
-    return {name: state_of(getattr(thing, name)) for name in [*names, *getattr(thing, "__dict__", ())]}
 
 
 def test_the_state_that_is_compared_is_all_there_is() -> None:
