@@ -298,7 +298,7 @@ class JobState:
         self._end_job_if_over()
 
     def _loader_closed(self, rank: int, message: LoaderClosed, now_s: float) -> None:
-        if any(loader == message.loader for loader, _ in self._epochs):
+        if message.loader in self._closers or any(loader == message.loader for loader, _ in self._epochs):
             self._closers.setdefault(message.loader, set()).add(rank)
             self._close_if_unused(message.loader)
 

@@ -203,6 +203,20 @@ def test_ended_epochs_of_loaders_that_stay_are_forgotten_after_others() -> None:
     assert sizes[1] < 1.1 * sizes[0]
 
 
+def test_a_rank_may_close_loaders_long_before_the_others() -> None:
+    job, sizes = Loaders(), []
+    for loader in range(600):
+        job.draw(loader, (2, 1))
+        for rank in (0, 1):
+            job.end(rank, loader, 2 - rank)
+        job.heard(0, LoaderClosed(loader))
+        if loader >= 100:
+            job.heard(1, LoaderClosed(loader - 100))
+        if loader in (200, 599):
+            sizes.append(size(job))
+    assert sizes[1] < 1.1 * sizes[0]
+
+
 def test_ended_epochs_in_micro_batches_are_forgotten_too() -> None:
     job, sizes = Loaders(), []
     for loader in range(300):
