@@ -172,7 +172,7 @@ class Replica:
         """Note that an averaging ended without the training thread; its result, of `step`, waits to be written.
 
         Returns:
-            Whether it can be used: this rank must have what it does not contain, e.g. the optimizer's step count.
+            Whether it can be used: this rank must have what it does not contain, e.g. integer state.
         """
         if not self.state.queues:
             return False

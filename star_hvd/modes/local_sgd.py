@@ -2,8 +2,9 @@
 
 The average is weighted by the samples behind each rank's steps since the last one, so a rank that made fewer steps
 counts less. Momentum and Adam's moments are averaged with the same weights: they are linear in the gradients or their
-squares, so their average is the moment of the average trajectory, and all replicas continue bit-equal (after post-local
-SGD, Lin et al. 2020; users built the time-based form by hand to escape stragglers, RETURNN #318).
+squares, so their average is the moment of the average trajectory. So are step counts and the like, on which bias
+corrections depend, and all replicas continue bit-equal (after post-local SGD, Lin et al. 2020; users built the
+time-based form by hand to escape stragglers, RETURNN #318).
 
 In the background (`Plan.transmission`, `Config.background`) an averaging does not hold up the training thread: it sends
 a copy of its parameters and state, steps on, and at the end of the first step by which the mean has arrived adds the
@@ -15,7 +16,7 @@ with equal replicas.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,8 +27,17 @@ from star_hvd.engine.buckets import Bucket, set_weight
 from star_hvd.engine.device import AVERAGED, DONE, PARAMS, Fence
 from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
+from star_hvd.modes.averaged_state import (
+    State,
+    gather_rest,
+    mean_of_rest,
+    move_to_mean,
+    put_rest,
+    shaped_keys,
+    shaped_values,
+)
 
-__all__ = ["LocalSteps", "move_to_mean"]
+__all__ = ["LocalSteps"]
 
 
 _LEAST_WEIGHT = 1e-3  # Weight of a rank without a step since the last averaging; if no rank made one, nothing changes.
@@ -39,9 +49,20 @@ class _Copy:
 
     params: list[torch.Tensor] = field(default_factory=list)
     state: list[tuple[int, str, torch.Tensor]] = field(default_factory=list)  # Bucket index, key, values.
+    rest: torch.Tensor | None = None  # See `gather_rest`.
     fence: Fence = DONE
 
 
+@dataclass(slots=True)
+class _OnHost:
+    """What the host reads of an averaging: the weight behind each bucket, and the rest of the optimizer's state."""
+
+    weights: list[float]
+    rest: torch.Tensor
+    rest_before: torch.Tensor | None  # This rank's part of it, if the mean is added as a difference.
+
+
+# The step, the tensors of `extras`, and the copy if the mean is added as a difference.
 Ended = tuple[Result, list[torch.Tensor], _Copy | None]
 
 
@@ -195,13 +216,13 @@ class LocalSteps:
         self._wait()
         extras = engine.own_step().extras
         result = engine.finish_own()
-        weights = self._weights(result)
         # If this rank has made no step since, it takes the mean itself: the same bits on all such ranks.
         ended = (result, extras, self._copy if self._steps else None)
+        on_host = self._read(ended)
         self._sent, self._copy = False, None
         if not self._steps:
             self._began_s = time.monotonic()
-        engine.apply_own(result, lambda row: self._write(ended, weights))
+        engine.apply_own(result, lambda row: self._write(ended, on_host))
         engine.averaged()
 
     def catch_up(self) -> None:
@@ -221,15 +242,15 @@ class LocalSteps:
             self._steps, self._began_s = 0, time.monotonic()
         self._engine.replica.catch_up()  # The helper may have written it to a shadow, with later steps replayed on it.
 
-    def _write_live(self, ended: Ended, weights: list[float]) -> None:
+    def _write_live(self, ended: Ended, on_host: _OnHost) -> None:
         with self._engine.replica.writing():
-            self._write(ended, weights)
+            self._write(ended, on_host)
 
     def absorb(self) -> bool:
         """Write such an averaging to a shadow, in the helper's thread, so that later steps can be replayed on it."""
 
-        def shadow(ended: Ended, weights: list[float]) -> None:
-            self._engine.replica.shadow_with(lambda *copied: self._write(ended, weights, *copied))
+        def shadow(ended: Ended, on_host: _OnHost) -> None:
+            self._engine.replica.shadow_with(lambda *copied: self._write(ended, on_host, *copied))
 
         return self.absorbable and self._use(shadow)
 
@@ -247,26 +268,28 @@ class LocalSteps:
         """Whether an averaging has ended whose result is not written yet."""
         return self._completed_by_helper is not None
 
-    def _use(self, use: Callable[[Ended, list[float]], None]) -> bool:
+    def _use(self, use: Callable[[Ended, _OnHost], None]) -> bool:
         engine = self._engine
         while (found := self._completed_by_helper) is not None:
             found[0].fence.order(*found[0].means, *found[1])
-            weights = self._weights(found[0])
+            on_host = self._read(found)
             with engine.replica.apply_lock:
                 with engine.lock:
                     if self._completed_by_helper is not found:
                         continue  # Used by the other thread meanwhile, or replaced by a later averaging.
                     self._completed_by_helper = None
-                use(found, weights)
+                use(found, on_host)
                 with engine.lock:
                     engine.replica.average_used(found[0].step + 1)
                 return True
         return False
 
-    def _weights(self, result: Result) -> list[float]:
-        """Return the weight behind an averaging per bucket. The host waits for the device, so call without locks."""
+    def _read(self, ended: Ended) -> _OnHost:
+        """Read what the host needs to write an averaging. It waits for the device, so call this without locks."""
+        result, extras, copy = ended
         self._engine.streams.await_host()
-        return [float(mean[-1]) for mean in result.means]
+        before = None if copy is None or copy.rest is None else copy.rest.cpu()
+        return _OnHost([float(mean[-1]) for mean in result.means], mean_of_rest(extras[-1].cpu()), before)
 
     def refresh_state(self) -> None:
         """Between averagings the optimizer's state is this rank's own; an averaging in flight is waited for."""
@@ -312,26 +335,38 @@ class LocalSteps:
         return None if found is None or found[2] is None else (found[0], found[1], found[2])
 
     def extras(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the optimizer's float state times this rank's weight, one tensor per bucket and state key."""
+        """Return the optimizer's state times this rank's weight: a tensor per bucket and key, and one for the rest."""
         found, state = [], self._engine.applier.optimizer.state
         with self._engine.replica.copying():
             for bucket in self._engine.applier.buckets:
-                for key in self._keys(bucket, state):
+                for key in shaped_keys(bucket, state):
                     own = torch.zeros(bucket.numel, dtype=bucket.average_dtype, device=bucket.flat.device)
-                    for view, param in zip(bucket.split(own), bucket.params, strict=True):
-                        value = state.get(param, {}).get(key)
+                    for view, value in zip(bucket.split(own), shaped_values(bucket, state, key), strict=True):
                         if value is not None and self._weight:
                             view.copy_(value)
                     found.append((bucket.index, key, own))
+            rest = gather_rest(self._engine.applier.buckets, state)
             if self._copy is not None:
                 self._copy.state = [(index, key, own.clone()) for index, key, own in found]
-            if self._weight and (unused := self._unused()) is not None:
-                result, totals, copy = unused
-                copy.fence.order(*(before for _, _, before in copy.state))
-                for (index, key, own), (at, name, before), total in zip(found, copy.state, totals, strict=True):
-                    assert (index, key) == (at, name), "the optimizer's state has another form than before"
-                    own.add_(total / result.means[index][-1]).sub_(before)
-        return [(f"m{index}.{key}", own.mul_(self._weight)) for index, key, own in found]
+                self._copy.rest = rest.clone()
+            if self._weight:
+                self._add_unused(found, rest)
+            else:
+                rest.zero_()
+        named = [(f"m{index}.{key}", own.mul_(self._weight)) for index, key, own in found]
+        return [*named, ("c", rest.mul_(self._weight))]
+
+    def _add_unused(self, found: Sequence[tuple[int, str, torch.Tensor]], rest: torch.Tensor) -> None:
+        """Add to the state the difference that the inactive training thread has not added yet."""
+        if (unused := self._unused()) is None:
+            return
+        result, totals, copy = unused
+        assert copy.rest is not None
+        copy.fence.order(*(before for _, _, before in copy.state), copy.rest)
+        for (index, key, own), (at, name, before), total in zip(found, copy.state, totals[:-1], strict=True):
+            assert (index, key) == (at, name), "the optimizer's state has another form than before"
+            own.add_(total / result.means[index][-1]).sub_(before)
+        rest.add_(mean_of_rest(totals[-1])).sub_(copy.rest)  # The 1 behind the values stays.
 
     def ended_by_proxy(self, result: Result, extras: list[torch.Tensor]) -> None:
         """Keep an averaging that the helper completed."""
@@ -341,24 +376,10 @@ class LocalSteps:
             self._weight = 0.0
         self._sent, self._copy = False, None
 
-    def _keys(self, bucket: Bucket, state: Mapping[Any, Mapping[str, Any]]) -> list[str]:
-        """Return the keys of state with the parameters' shape, the same on all ranks once all have stepped."""
-        return sorted(
-            {
-                key
-                for param in bucket.params
-                for key, value in state.get(param, {}).items()
-                if isinstance(value, torch.Tensor)
-                and value.shape == param.shape
-                and value.is_floating_point()
-                and value.dim() > 0
-            }
-        )
-
     def _write(
         self,
         ended: Ended,
-        weights: list[float],
+        on_host: _OnHost,
         buckets: Sequence[Bucket] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
@@ -367,18 +388,19 @@ class LocalSteps:
         position, state = 0, (optimizer or self._engine.applier.optimizer).state
         chosen = buckets or self._engine.applier.buckets
         if copy is not None:
-            _add_difference(result.means, extras, weights, copy, chosen, state)
-            return
-        for bucket, mean, weight in zip(chosen, result.means, weights, strict=True):
-            with torch.no_grad():
-                for view, param in zip(bucket.split(mean), bucket.params, strict=True):
-                    param.copy_(view)
-            for key in self._keys(bucket, state):
-                own = extras[position].div_(weight or 1.0)
-                position += 1
-                for view, param in zip(bucket.split(own), bucket.params, strict=True):
-                    if key in state.get(param, {}):
-                        state[param][key].copy_(view)
+            _add_difference(result.means, extras, on_host.weights, copy, chosen, state)
+        else:
+            for bucket, mean, weight in zip(chosen, result.means, on_host.weights, strict=True):
+                with torch.no_grad():
+                    for view, param in zip(bucket.split(mean), bucket.params, strict=True):
+                        param.copy_(view)
+                for key in shaped_keys(bucket, state):
+                    own = extras[position].div_(weight or 1.0)
+                    position += 1
+                    for view, value in zip(bucket.split(own), shaped_values(bucket, state, key), strict=True):
+                        if value is not None:
+                            value.copy_(view)
+        put_rest(chosen, state, on_host.rest, on_host.rest_before)
 
 
 @torch.no_grad()
@@ -388,25 +410,15 @@ def _add_difference(
     weights: Sequence[float],
     copy: _Copy,
     buckets: Sequence[Bucket],
-    state: Mapping[Any, Mapping[str, Any]],
+    state: State,
 ) -> None:
     """Add mean minus copy to a rank's present values, which keeps the steps it has made since the copy."""
     for bucket, mean, before in zip(buckets, means, copy.params, strict=True):
         for view, param in zip(bucket.split(mean.sub_(before)), bucket.params, strict=True):
             param.add_(view)
-    for (index, key, before), total in zip(copy.state, extras, strict=True):
+    for (index, key, before), total in zip(copy.state, extras[:-1], strict=True):
         bucket, mean = buckets[index], total.div_(weights[index] or 1.0)
-        for own, view, param in zip(bucket.split(before), bucket.split(mean), bucket.params, strict=True):
-            if key in state.get(param, {}):
-                move_to_mean(state[param][key], own, view)
-
-
-def move_to_mean(value: torch.Tensor, before: torch.Tensor, mean: torch.Tensor) -> None:
-    """Add `mean - before` to `value`, keeping non-negative values such as second moments from falling below zero.
-
-    Second moments decay, so the difference of two older values can exceed the present value. The result stays at least
-    as large as the smaller of the present value and the mean.
-    """
-    moved = value + (mean - before)
-    never_negative = (before.amin() >= 0) & (mean.amin() >= 0) & (value.amin() >= 0)
-    value.copy_(torch.where(never_negative, torch.maximum(moved, torch.minimum(value, mean.to(moved.dtype))), moved))
+        values = shaped_values(bucket, state, key)
+        for own, view, value in zip(bucket.split(before), bucket.split(mean), values, strict=True):
+            if value is not None:
+                move_to_mean(value, own, view)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ from star_hvd.engine.buckets import pack
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.replica import ReplicaState
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.modes.local_sgd import LocalSteps, move_to_mean
+from star_hvd.modes.local_sgd import LocalSteps
 from tests.support.world import Ears, Network, Port, World
 
 
@@ -99,24 +101,38 @@ def test_an_averaging_that_ended_without_it_waits_for_the_device_without_a_lock(
 
 
 class Pair:
-    """Two ranks in `local(2)` whose gradients differ: -1 on rank 0 and -3 on rank 1, learning rate 1."""
+    """Two ranks in `local(every)` whose gradients differ: -1 on rank 0 and -3 on rank 1, learning rate 1.
 
-    def __init__(self, momentum: float = 0.0) -> None:
+    Args:
+        momentum: That of SGD.
+        make: Returns another optimizer for some parameters.
+        shapes: The parameters' shapes.
+        every: Steps from one averaging to the next.
+    """
+
+    def __init__(
+        self,
+        momentum: float = 0.0,
+        *,
+        make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+        shapes: tuple[tuple[int, ...], ...] = ((4,), (4,)),
+        every: int = 2,
+    ) -> None:
         self.network = Network(2)
         world = World(1, world_size=2)
         self.ears = [Ears(world, rank) for rank in range(2)]
         self.engines: list[StepEngine] = []
         self.steps: list[LocalSteps] = []
         for rank in range(2):
-            params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
-            optimizer = torch.optim.SGD(params, lr=1.0, momentum=momentum)
-            applier = Applier(optimizer, torch.optim.SGD, pack(params, 16), HyperRow(optimizer.param_groups))
+            params = [torch.nn.Parameter(torch.zeros(shape)) for shape in shapes]
+            optimizer = make(params) if make else torch.optim.SGD(params, lr=1.0, momentum=momentum)
+            applier = Applier(optimizer, type(optimizer), pack(params, 16), HyperRow(optimizer.param_groups))
             engine = StepEngine(
                 rank=rank, plan=Plan.sync(2), applier=applier, collective=Port(self.network, rank),
                 listener=self.ears[rank],
             )
             with engine.lock:
-                engine.agreement.plan = Plan.local(2, steps=2, plan_id=1)
+                engine.agreement.plan = Plan.local(2, steps=every, plan_id=1)
             self.engines.append(engine)
             self.steps.append(LocalSteps(engine, lambda engine=engine: self.wait(engine), background=True).begin())
             engine.averaging = self.steps[-1]
@@ -162,17 +178,9 @@ def test_in_the_background_nothing_waits_and_later_steps_stay_in_the_parameters(
     assert [engine.step for engine in pair.engines] == [1, 1] and pair.engines[1].next_step == 2
 
 
-def test_a_meeting_leaves_equal_replicas() -> None:
-    pair = Pair(momentum=0.5)
-    for _ in range(2):
-        for rank in range(2):
-            pair.step(rank)
-    pair.step(1)
-
-    def meet(rank: int) -> None:
-        pair.steps[rank].catch_up()
-
-    lock = threading.Lock()
+def meet(pair: Pair) -> None:
+    """Both ranks come to where all ranks meet, each in a thread of its own."""
+    lock, limit_s = threading.Lock(), time.monotonic() + 60.0
     submit, pair.network.submit = pair.network.submit, None  # type: ignore[assignment,method-assign]
 
     def one_by_one(rank: int, name: str, tensor: torch.Tensor) -> int:
@@ -182,6 +190,7 @@ def test_a_meeting_leaves_equal_replicas() -> None:
     def wait(engine: StepEngine) -> None:
         for handle in engine.own_step().all_handles():
             while not engine.collective.poll(handle):
+                assert time.monotonic() < limit_s
                 with lock:
                     pair.reduce()
                 time.sleep(0.0001)
@@ -190,8 +199,17 @@ def test_a_meeting_leaves_equal_replicas() -> None:
     pair.network.submit = one_by_one  # type: ignore[method-assign]
     pair.wait = wait  # type: ignore[method-assign]
     with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(meet, rank) for rank in range(2)]:
-            done.result(timeout=120.0)
+        for done in [pool.submit(steps.catch_up) for steps in pair.steps]:
+            done.result()
+
+
+def test_a_meeting_leaves_equal_replicas() -> None:
+    pair = Pair(momentum=0.5)
+    for _ in range(2):
+        for rank in range(2):
+            pair.step(rank)
+    pair.step(1)
+    meet(pair)
     assert pair.value(0) == pair.value(1)
     momenta = [
         [engine.applier.optimizer.state[p]["momentum_buffer"] for b in engine.applier.buckets for p in b.params]
@@ -244,11 +262,89 @@ def test_an_averaging_that_may_be_the_modes_last_is_waited_for() -> None:
     assert waited == [0, 1]
 
 
-def test_a_second_moment_stays_above_zero() -> None:
-    before, mean = torch.tensor([4.0, 1.0]), torch.tensor([1.0, 1.0])
-    value = torch.tensor([2.0, 0.5])  # Both have shrunk since: 2 - 3 would be below zero.
-    move_to_mean(value, before, mean)
-    assert value.tolist() == [1.0, 0.5]
-    signed = torch.tensor([2.0, -0.5])
-    move_to_mean(signed, torch.tensor([4.0, -1.0]), torch.tensor([1.0, 1.0]))
-    assert signed.tolist() == [-1.0, 1.5], "what has a sign moves by the whole difference"
+# ---- the optimizer's state ------------------------------------------------------------------------------------------
+
+
+class Third(torch.optim.Adam):
+    """Keeps plain numbers in its state, as optimizers outside torch do."""
+
+    def step(self, closure: Any = None) -> Any:
+        value = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["count"] = self.state[param].get("count", 0) + 1
+                self.state[param]["scale"] = self.state[param].get("scale", 1.0) * 0.9
+        return value
+
+
+OPTIMIZERS = [
+    torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax, torch.optim.Adagrad,
+    torch.optim.ASGD, torch.optim.Adafactor, Third,
+]  # fmt: skip
+
+
+def states(pair: Pair, rank: int) -> list[Any]:
+    """Parameters and state, in an order that both ranks share."""
+    params = [param for bucket in pair.engines[rank].applier.buckets for param in bucket.params]
+    state = pair.engines[rank].applier.optimizer.state
+    values = [[param.detach(), *(state[param][key] for key in sorted(state[param]))] for param in params]
+    return [value.tolist() if isinstance(value, torch.Tensor) else value for each in values for value in each]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_ranks_that_made_different_numbers_of_steps_continue_equal(kind: Any, in_flight: bool) -> None:
+    """An update depends on step counts too, so ranks whose counts differ would make others of the same gradient."""
+    pair = Pair(make=lambda params: kind(params, lr=0.1), shapes=((2, 3), (4,), ()), every=2 if in_flight else 9)
+    for _ in range(2):
+        for rank in range(2):
+            pair.step(rank)
+    pair.reduce()  # If one is due, an averaging in the background, whose mean rank 1 adds to a further step.
+    pair.step(1)
+    meet(pair)
+    assert states(pair, 0) == states(pair, 1)
+    for engine in pair.engines:  # What `sync` does next, with the mean of the gradients.
+        for bucket in engine.applier.buckets:
+            bucket.flat.fill_(0.5)
+        engine.applier.step(None)
+    assert states(pair, 0) == states(pair, 1)
+
+
+def test_equal_step_counts_stay_whole_and_a_difference_keeps_the_steps_made_meanwhile() -> None:
+    pair = Pair(make=lambda params: Third(params, lr=0.1))
+    for rank in range(2):
+        for _ in range(2):
+            pair.step(rank)
+    pair.step(1)
+    pair.reduce()
+    pair.step(0)
+    for rank, count in ((0, 3), (1, 3)):
+        state = pair.engines[rank].applier.optimizer.state
+        if rank == 1:
+            pair.steps[1].refresh_state()
+        assert {float(values["step"]) for values in state.values()} == {count}
+        assert {values["count"] for values in state.values()} == {count}
+        assert all(type(values["count"]) is int for values in state.values())
+
+
+def test_a_difference_that_an_inactive_rank_has_not_added_is_part_of_what_its_helper_contributes() -> None:
+    pair = Pair(make=lambda params: torch.optim.NAdam(params, lr=0.1))
+    for rank in range(2):
+        for _ in range(2):
+            pair.step(rank)
+    pair.step(1)
+    second = pair.engines[1]
+    second.set_inactive(True)
+    pair.reduce()
+    pair.step(0)
+    pair.step(0)
+    second.close(second.next_step)
+    for _ in range(20):
+        second.helper_tick()
+        pair.reduce()
+    second.set_inactive(False)
+    pair.steps[0].refresh_state()
+    pair.steps[1].take_over()
+    assert states(pair, 0) == states(pair, 1)
+    counts = {float(values["step"]) for values in pair.engines[0].applier.optimizer.state.values()}
+    assert counts == {float(torch.tensor((2 * 4 + 1 * 3) / 3))}
