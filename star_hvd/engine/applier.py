@@ -90,11 +90,18 @@ class Applier:
         """The optimizer as the user sees it: the wrapper while it exists."""
         return (self._wrapped() if self._wrapped is not None else None) or self._optimizer
 
-    def step(self, row: Sequence[float] | None, *, clip: bool = True) -> Any:
-        """Apply the gradients now in `param.grad`, with the step's hyperparameters."""
+    def step(self, row: Sequence[float] | None, *, clip: bool = True, hooks: bool = True) -> Any:
+        """Apply the gradients now in `param.grad`, with the step's hyperparameters.
+
+        Args:
+            row: The hyperparameters, None for the optimizer's own.
+            clip: Whether to clip the gradients.
+            hooks: Whether the optimizer's step hooks run.
+        """
         if clip:
             self.clip()  # The averaged gradient is the same on all ranks, so the clipping factor is too.
-        with self.hyper.applied(self.optimizer.param_groups, row):
+        without = contextlib.nullcontext() if hooks else _without_hooks(self.optimizer)
+        with without, self.hyper.applied(self.optimizer.param_groups, row):
             return self.base.step(self.optimizer)
 
     def hyperparameters(self) -> list[dict[str, Any]]:

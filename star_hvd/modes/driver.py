@@ -80,7 +80,7 @@ class StepDriver:
         reporter: Reports the optimizer's steps; the engine's listener.
         gates: Gates in front of the parameters, if the wrapper has any.
         begun: Returns the parameters whose gradients the user is accumulating over several backward passes.
-        mid_step: Returns whether the user is between backward and step, where nothing may be changed.
+        mid_step: Returns whether the user is between backward and the end of `step()`, where nothing may be changed.
         forget_parts: Discards the gradients of micro-batches whose step the loop has abandoned.
         whole_only: Returns why a batch cannot be repeated in parts, empty if it can.
         hold_gradients: Prepares for the repetition; returns the parameters that keep the batch's gradient.
@@ -413,11 +413,15 @@ class StepDriver:
 
         In `local` they are this rank's own, since the next averaging needs all ranks. While the program has swapped in
         other weights, which it will replace by the parameters of the present step, state stays that of this step, too.
+        In the middle of a step no step of the others is applied, and no mode is changed.
         """
         if self._swapped:  # Though this rank is not behind: a step may end at any moment.
             return
+        within = self.mid_step()
         for _ in range(_MODES_BEHIND):
             active = self.active_mode
+            if within and (active is None or active.over):
+                break
             if active is None:
                 self.end_of_step(was_late=False)  # Steps may have ended since this rank's own, during an evaluation.
                 if self.active_mode is None:
@@ -425,7 +429,7 @@ class StepDriver:
                 continue
             with self.named_failures():
                 active.refresh_state()
-                if not active.over:
+                if within or not active.over:
                     break
                 self._change_mode()  # The mode ended meanwhile, and with it the requested state.
 

@@ -139,7 +139,7 @@ class LocalSteps:
         for bucket in engine.applier.buckets:
             engine.counters.applied_weight += self._fold(bucket, weight) / len(engine.applier.buckets)
         with engine.replica.writing():
-            value = None if skip else engine.applier.step(None)
+            value = None if skip else engine.applier.step(None, hooks=False)  # They run around the whole of this.
         engine.counters.fresh += 1
         self._weight += weight
         self._steps += 1

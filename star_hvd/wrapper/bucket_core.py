@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -146,6 +146,7 @@ class BucketCore:
         self._hooks: list[Any] = []
         self._result: Result | None = None
         self._outcome, self.whole_step = "", False
+        self._applying = False  # Whether the user's optimizer or its step hooks run.
         self.buckets: list[Bucket] = []
         self.wire = LossyWire(self.buckets) if lossy else None  # Belongs to the optimizer, so it outlives a world.
         self._names = names
@@ -227,9 +228,12 @@ class BucketCore:
         driver.no_overlap = f"overlap is off: {self._no_overlap}" if self._no_overlap else ""
         driver.gates = ForwardGates(lambda index: None)  # The code that closes a gate sets `wait`.
         driver.begun = self._begun
-        driver.mid_step = lambda: bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)
+        driver.mid_step = self._mid_step
         driver.forget_parts = self._accumulation.clear
         driver.whole_only, driver.hold_gradients = self._whole_only, self._hold_gradients
+
+    def _mid_step(self) -> bool:
+        return self._applying or bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)
 
     def _new_engine(
         self, run: runtime.Runtime, driver: StepDriver, initial: Plan, applier: Applier, collective: Collective
@@ -572,24 +576,34 @@ class BucketCore:
         engine, value = self.driver.engine, None
         if outcome == "member" and result is not None:
             step = (lambda row: None) if skip else None
-            value = engine.apply_own(result, step)
+            with self._step_under_way():
+                value = engine.apply_own(result, step)
             self.driver.end_of_step(was_late=False)
         elif outcome == "overlapped":
             assert self._overlap is not None
             self._overlap.begin()
         elif outcome == "in mode":
             self._each_dense(Bucket.adopt)  # The program may have replaced gradients since `synchronize`.
-            with _hooks_around(self.optimizer):
+            with _hooks_around(self.optimizer, self._step_under_way()):
                 value = self.driver.step_in_mode(skip=skip)
         elif outcome == "late":
             with _hooks_around(self.optimizer):
                 self.driver.end_of_step(was_late=True)
         else:  # step() inside skip_synchronize() without a synchronize(): a purely local step, as in Horovod.
-            with engine.replica.writing():
+            with self._step_under_way(), engine.replica.writing():
                 value = engine.applier.step(None, clip=False)
         if outcome in ("member", "late"):
             self._watch_program()
         return value
+
+    @contextmanager
+    def _step_under_way(self) -> Iterator[None]:
+        """The user's optimizer and its hooks run inside the block: others' steps must not be applied meanwhile."""
+        self._applying = True
+        try:
+            yield
+        finally:
+            self._applying = False
 
     def _watch_program(self) -> None:
         """Watch for the program's own writes to parameters from here on, if they matter."""
@@ -679,10 +693,18 @@ def _trainable(groups: Sequence[dict[str, Any]]) -> list[torch.nn.Parameter]:
 
 
 @contextmanager
-def _hooks_around(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Run the user's step hooks once around a catch-up, which does not call the optimizer's own `step`."""
-    for hook in list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()):
-        hook(optimizer, (), {})
-    yield
+def _hooks_around(
+    optimizer: torch.optim.Optimizer, under_way: AbstractContextManager[None] | None = None
+) -> Iterator[None]:
+    """Run the user's step hooks once around what does not call the optimizer's own `step`, or calls it without hooks.
+
+    Args:
+        optimizer: The wrapped optimizer.
+        under_way: Entered from the first hook before the step to the step's end.
+    """
+    with under_way or nullcontext():
+        for hook in list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()):
+            hook(optimizer, (), {})
+        yield
     for hook in list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values()):
         hook(optimizer, (), {})

@@ -71,6 +71,19 @@ def test_an_averaging_of_the_training_thread_waits_for_the_device_without_a_lock
     assert all(torch.allclose(a, b) for a, b in zip(before, after, strict=True)), "the mean of one rank is its own"
 
 
+def test_step_hooks_are_left_to_the_caller() -> None:
+    """They run around what happens in every mode, so once more here would be twice in a step."""
+    _, engine, steps = alone()
+    called: list[str] = []
+    optimizer = engine.applier.optimizer
+    optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: called.append("post"))
+    steps.step(skip=False)
+    assert called == []
+    engine.applier.step(None)
+    assert called == ["pre", "post"]
+
+
 def averaging_without_the_training_thread(world: World, engine: StepEngine) -> None:
     engine.set_inactive(True)
     engine.close(engine.next_step)

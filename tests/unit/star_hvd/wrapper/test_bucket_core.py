@@ -16,6 +16,7 @@ from star_hvd.config import Config
 from star_hvd.engine.applier import Applier
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.device import PARTS, Streams
+from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.input.feeding import Feeding
 from star_hvd.modes.driver import StepDriver
@@ -125,3 +126,112 @@ def test_a_batch_is_not_repeated_where_memory_ran_out_on_the_way_to_a_reduction(
     with pytest.raises(torch.OutOfMemoryError):
         hooked.gradient(second)
     assert "handed to its reduction" in hooked.core.driver.whole_only()
+
+
+# ---- others' steps, while this rank is in the middle of one ----------------------------------------------------------
+
+
+class Stepping:
+    """A rank of a job that was relaxed before, whose steps end as soon as it arrives.
+
+    Attributes:
+        core: The optimizer's core.
+        inner: The optimizer.
+        caught_up: Per call that brings the parameters to others' steps whether that is the end of this rank's own.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hooked = Hooked(monkeypatch, lambda bucket: None)
+        self.core, self.inner, self.hooked = hooked.core, hooked.inner, hooked
+        self.driver, self.engine = self.core.driver, self.core.driver.engine
+        self.caught_up: list[bool] = []
+        self.ending = False
+        driver: Any = self.driver
+        driver.arrive = lambda *, manual: True
+        driver.complete = lambda: Result(self.engine.step, [b.flat for b in self.core.buckets], None)
+        driver.end_of_step = lambda *, was_late: self.caught_up.append(self.ending)
+        monkeypatch.setattr(self.core.run, "note_step", lambda: None, raising=False)
+        monkeypatch.setattr(bucket_core.runtime, "current", lambda: self.core.run)
+
+    def backward(self) -> None:
+        for bucket in self.core.buckets:
+            for param in bucket.params:
+                self.hooked.gradient(param)
+
+    def apply(self) -> None:
+        self.ending = True
+        self.core.apply()
+        self.ending = False
+
+
+def test_a_state_between_synchronize_and_step_is_that_of_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a newer one the mean of the step that waits to be applied would be added on top of it."""
+    rank = Stepping(monkeypatch)
+    rank.core.refresh_state()
+    assert rank.caught_up == [False], "between two steps it is the newest"
+    rank.caught_up.clear()
+    rank.backward()
+    rank.core.refresh_state()
+    rank.core.synchronize(manual=True)
+    rank.core.refresh_state()
+    assert rank.caught_up == []
+    rank.apply()
+    assert rank.caught_up == [True]
+    assert float(rank.hooked.pair[0].detach()[0]) == pytest.approx(-0.1)
+
+
+def test_step_hooks_are_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A meeting there leaves this rank where it is, and a checkpoint contains this step, though others made more."""
+    rank = Stepping(monkeypatch)
+    seen: list[tuple[str, bool, float]] = []
+
+    def look(name: str) -> None:
+        rank.core.refresh_state()
+        seen.append((name, rank.driver.mid_step(), float(rank.hooked.pair[0].detach()[0])))
+
+    rank.inner.register_step_pre_hook(lambda *_: look("pre"))
+    rank.inner.register_step_post_hook(lambda *_: look("post"))
+    rank.backward()
+    rank.core.synchronize(manual=False)
+    rank.apply()
+    assert seen == [("pre", True, 0.0), ("post", True, pytest.approx(-0.1))]
+    assert rank.caught_up == [True] and not rank.driver.mid_step()
+
+
+def test_an_error_of_the_users_optimizer_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Stepping(monkeypatch)
+
+    def fails(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    rank.inner.register_step_pre_hook(fails)
+    rank.backward()
+    rank.core.synchronize(manual=False)
+    with pytest.raises(ZeroDivisionError):
+        rank.apply()
+    assert not rank.driver.mid_step()
+
+
+def test_hooks_around_a_step_of_a_mode_run_once_and_the_last_ones_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Stepping(monkeypatch)
+    refreshed: list[str] = []
+    active = SimpleNamespace(over=False, refresh_state=lambda: refreshed.append("state"), give=lambda bucket: None)
+    rank.driver.switcher.active_mode = active  # type: ignore[misc]
+    seen: list[tuple[str, bool]] = []
+
+    def step_in_mode(*, skip: bool) -> None:
+        rank.engine.applier.step(None, hooks=False)  # As `local` does.
+        seen.append(("step", rank.driver.mid_step()))
+
+    monkeypatch.setattr(rank.driver, "step_in_mode", step_in_mode)
+    rank.inner.register_step_pre_hook(lambda *_: seen.append(("pre", rank.driver.mid_step())))
+    rank.inner.register_step_post_hook(lambda *_: seen.append(("post", rank.driver.mid_step())))
+    rank.backward()
+    rank.core.synchronize(manual=False)
+    rank.core.refresh_state()
+    assert refreshed == ["state"], "servers' state is newer than this rank's, wherever it asks"
+    active.over = True
+    rank.core.refresh_state()
+    assert refreshed == ["state"] and rank.driver.active_mode is active, "modes change at the end of a step"
+    rank.apply()
+    assert seen == [("pre", True), ("step", True), ("post", False)]
