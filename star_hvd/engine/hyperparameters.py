@@ -2,7 +2,7 @@
 
 Ranks that make different numbers of steps advance their learning-rate schedulers differently. The step's leader sends
 its values in band and all ranks apply the step with them. A rank's own `param_groups` are restored afterwards, so its
-scheduler and the user's view stay consistent.
+scheduler and the user's view stay consistent. Some optimizers also keep state there (`StateInGroups`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["SCHEDULER_KEYS", "HyperRow"]
+__all__ = ["SCHEDULER_KEYS", "HyperRow", "StateInGroups"]
 
 SCHEDULER_KEYS = frozenset({"initial_lr", "base_momentum", "max_momentum", "min_lr", "max_lr"})
 """Entries that schedulers of torch add to groups, perhaps on some ranks earlier than on others (from a checkpoint on
 rank 0 alone, say). Optimizers do not read them."""
+
+_WATCHED_STEPS = 2  # The first one may only create the entries.
 
 
 def _numbers(value: Any) -> int:
@@ -59,11 +61,14 @@ class HyperRow:
 
     @contextmanager
     def applied(self, groups: Sequence[dict[str, Any]], row: Sequence[float] | None) -> Iterator[None]:
-        """Use `row` inside the block and restore this rank's own values afterwards; None changes nothing."""
+        """Use `row` inside the block and restore this rank's own values afterwards; None changes nothing.
+
+        What the block changes itself, as an optimizer that counts its steps here does, stays.
+        """
         if row is None:
             yield
             return
-        before: list[tuple[int, str, Any]] = []
+        before: list[tuple[int, str, Any, Any]] = []
         position = 0
         try:
             for index, key, count in self._slots:
@@ -71,19 +76,71 @@ class HyperRow:
                 new = _like(old, row[position : position + count])
                 position += count
                 if isinstance(old, torch.Tensor):
-                    before.append((index, key, old.clone()))
+                    before.append((index, key, old.clone(), new))
                     old.copy_(new)
                 elif new != old:
-                    before.append((index, key, old))
+                    before.append((index, key, old, new))
                     groups[index][key] = new
             yield
         finally:
-            for index, key, old in reversed(before):  # Groups may share one tensor; the first saved value is its own.
+            # Groups may share one tensor; the first saved value is its own.
+            for index, key, old, new in reversed(before):
                 current = groups[index][key]
+                if not _unchanged(current, new):
+                    continue
                 if isinstance(current, torch.Tensor):
                     current.copy_(old)
                 else:
                     groups[index][key] = old
+
+
+class StateInGroups:
+    """Finds out whether an optimizer's own step changes numbers in its `param_groups`.
+
+    Optimizers outside torch keep state there: apex's `FusedAdam` its step count, Prodigy its estimate of the distance.
+    Ranks that make different numbers of steps would have different values, and steps that are fetched lack them.
+
+    Args:
+        base: The optimizer's class; torch's own have nothing of the kind.
+
+    Attributes:
+        found: An entry that a step has changed or added, empty as long as there is none.
+    """
+
+    def __init__(self, base: type[torch.optim.Optimizer]) -> None:
+        self.found = ""
+        self._left = 0 if f"{base.__module__}.".startswith("torch.optim.") else _WATCHED_STEPS
+
+    @contextmanager
+    def watched(self, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
+        """Compare the numbers before and after the block, a step of the optimizer, if it is one of the first."""
+        if not self._left:
+            yield
+            return
+        before = _entries(groups)
+        yield
+        self._left -= 1
+        after = _entries(groups)
+        changed = [entry for entry, numbers in after.items() if before.get(entry) != numbers]
+        self.found = self.found or (changed[0][1] if changed else "")
+
+
+def _unchanged(current: Any, new: Any) -> bool:
+    """Whether a value is still the one that was set; NaN, which is no equal of itself, may be."""
+    if isinstance(current, torch.Tensor):
+        return bool(torch.allclose(current, new, rtol=0.0, atol=0.0, equal_nan=True))
+    return current is new or bool(current == new)
+
+
+def _entries(groups: Sequence[dict[str, Any]]) -> dict[tuple[int, str], list[str]]:
+    """Return the numbers of all entries, as text, in which NaN equals itself."""
+    found = {}
+    for index, group in enumerate(groups):
+        for key, value in group.items():
+            if key != "params" and _numbers(value):
+                parts = value if isinstance(value, (tuple, list)) else (value,)
+                found[index, key] = [repr(float(part)) for part in parts]
+    return found
 
 
 def _like(old: Any, numbers: Sequence[float]) -> Any:

@@ -19,7 +19,7 @@ from star_hvd.engine.applier import Applier, replayable
 from star_hvd.engine.bucket_sizes import limits_of
 from star_hvd.engine.buckets import Bucket, pack
 from star_hvd.engine.collective import Collective, HorovodCollective
-from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.hyperparameters import HyperRow, StateInGroups
 from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
@@ -51,6 +51,10 @@ _WRITES = "the program changes parameters itself between steps, which a rank tha
 _THAWED = (
     "{} is trained, but was frozen when the optimizer was wrapped, so its gradient is not reduced, as under Horovod; "
     "give it to the optimizer by add_param_group once it is thawed, not before, or wrap the optimizer again"
+)
+_IN_GROUPS = (
+    "a step of {} changes '{}' in param_groups: it keeps state there, which would differ between ranks that make "
+    "different numbers of steps"
 )
 _cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # All of this process; used by the training thread.
 
@@ -146,6 +150,7 @@ class BucketCore:
         self._hooks: list[Any] = []
         self._result: Result | None = None
         self._outcome, self.whole_step = "", False
+        self._in_groups = StateInGroups(base)
         self._applying = False  # Whether the user's optimizer or its step hooks run.
         self.buckets: list[Bucket] = []
         self.wire = LossyWire(self.buckets) if lossy else None  # Belongs to the optimizer, so it outlives a world.
@@ -601,9 +606,12 @@ class BucketCore:
         """The user's optimizer and its hooks run inside the block: others' steps must not be applied meanwhile."""
         self._applying = True
         try:
-            yield
+            with self._in_groups.watched(self._inner.param_groups):
+                yield
         finally:
             self._applying = False
+        if self._in_groups.found and self.driver.engine.agreement.pinned is None:
+            self.driver.pin(_IN_GROUPS.format(self.base.__name__, self._in_groups.found))
 
     def _watch_program(self) -> None:
         """Watch for the program's own writes to parameters from here on, if they matter."""

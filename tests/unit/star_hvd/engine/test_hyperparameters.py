@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from star_hvd.engine.hyperparameters import HyperRow
+from star_hvd.engine.hyperparameters import HyperRow, StateInGroups
 from tests.support.effort import cases
 
 
@@ -160,3 +160,52 @@ def test_a_late_rank_with_integers_makes_the_leaders_step(names: tuple[str, ...]
             with HyperRow(optimizer.param_groups).applied(optimizer.param_groups, row):
                 optimizer.step()
     assert torch.equal(params[0], params[1])
+
+
+def test_what_the_step_changes_itself_stays() -> None:
+    """An optimizer that counts its steps there goes on from the leader's count, on every rank."""
+    mine: list[dict[str, Any]] = [{"params": [], "lr": 0.5, "step": 3}]
+    with HyperRow(mine).applied(mine, [0.1, 7.0]):
+        mine[0]["step"] += 1
+    assert mine == [{"params": [], "lr": 0.5, "step": 8}]
+    count, rate = torch.tensor(3.0), torch.tensor(float("nan"))
+    mine = [{"params": [], "lr": torch.tensor(0.5), "step": count, "warmup": rate}]
+    with HyperRow(mine).applied(mine, [0.25, 7.0, float("nan")]):
+        count += 1
+    assert float(mine[0]["lr"]) == 0.5 and float(count) == 8.0 and rate.isnan()
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in `param_groups`, as apex's `FusedAdam` does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+class Quiet(torch.optim.SGD):
+    """A class outside torch without state there."""
+
+
+@pytest.mark.parametrize(("kind", "found"), [(Counting, "count"), (Quiet, ""), (torch.optim.SGD, "")])
+def test_state_in_groups_is_found_in_the_first_steps(kind: Any, found: str) -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = kind([param], lr=float("nan"))
+    subject = StateInGroups(kind)
+    with subject.watched(optimizer.param_groups):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.1  # As schedulers do, between steps.
+    with subject.watched(optimizer.param_groups):
+        optimizer.step()
+    assert subject.found == found
+
+
+def test_what_programs_change_later_is_not_looked_for() -> None:
+    optimizer = Quiet([torch.nn.Parameter(torch.ones(3))], lr=0.1)
+    subject = StateInGroups(Quiet)
+    for number in range(4):
+        with subject.watched(optimizer.param_groups):
+            if number >= 2:
+                optimizer.param_groups[0]["lr"] /= 2
+    assert subject.found == ""

@@ -53,13 +53,18 @@ class Hooked:
         monkeypatch: Of the test.
         give: Gets a bucket that is full.
         device: The device of the parameters, None for the host.
+        kind: The optimizer's class.
 
     Attributes:
         pair: The two parameters of the first bucket.
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, give: Callable[[Bucket], None], device: FakeDevice | None = None
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        give: Callable[[Bucket], None],
+        device: FakeDevice | None = None,
+        kind: type[torch.optim.SGD] = torch.optim.SGD,
     ) -> None:
         place = torch.device("cpu") if device is None else CUDA0
         params = [torch.nn.Parameter(torch.zeros(3, device=place)) for _ in range(8)]  # Four buckets.
@@ -71,10 +76,10 @@ class Hooked:
             monkeypatch.setattr(
                 bucket_core, "Applier", lambda *given, **named: Applier(*given, streams=streams_of(given[2]), **named)
             )
-        self.inner = torch.optim.SGD(params, lr=0.1)
+        self.inner = kind(params, lr=0.1)
         run: Any = Run(give)
         self.core = BucketCore(
-            self.inner, torch.optim.SGD, wrapped=weakref.ref(self.inner), passes=1, scale_by_ranks=False, fp16=False,
+            self.inner, kind, wrapped=weakref.ref(self.inner), passes=1, scale_by_ranks=False, fp16=False,
             sparse_as_dense=False, plan=None, run=run, config=Config(), names={}, max_grad_norm=None,
         )  # fmt: skip
         self.pair = self.core.buckets[0].params
@@ -140,8 +145,8 @@ class Stepping:
         caught_up: Per call that brings the parameters to others' steps whether that is the end of this rank's own.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        hooked = Hooked(monkeypatch, lambda bucket: None)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.SGD] = torch.optim.SGD) -> None:
+        hooked = Hooked(monkeypatch, lambda bucket: None, kind=kind)
         self.core, self.inner, self.hooked = hooked.core, hooked.inner, hooked
         self.driver, self.engine = self.core.driver, self.core.driver.engine
         self.caught_up: list[bool] = []
@@ -235,3 +240,25 @@ def test_hooks_around_a_step_of_a_mode_run_once_and_the_last_ones_after_it(monke
     assert refreshed == ["state"] and rank.driver.active_mode is active, "modes change at the end of a step"
     rank.apply()
     assert seen == [("pre", True), ("step", True), ("post", False)]
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in `param_groups`, as apex's `FusedAdam` does."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(("kind", "pinned"), [(Counting, True), (torch.optim.SGD, False)])
+def test_an_optimizer_with_state_in_its_groups_is_pinned(
+    monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.SGD], pinned: bool
+) -> None:
+    rank = Stepping(monkeypatch, kind)
+    reasons: list[str] = []
+    monkeypatch.setattr(rank.driver, "pin", reasons.append)
+    rank.backward()
+    rank.core.synchronize(manual=False)
+    rank.apply()
+    assert len(reasons) == pinned and all("Counting" in text and "'step'" in text for text in reasons)
