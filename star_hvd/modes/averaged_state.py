@@ -63,7 +63,8 @@ def gather_rest(buckets: Sequence[Bucket], state: State) -> torch.Tensor:
     device = buckets[0].flat.device if buckets else torch.device("cpu")
     rest = torch.zeros(1 + sum(max(size, 1) for _, _, size in places), dtype=torch.float64, device=device)
     for values, key, size in places:
-        part, value = rest[at : at + max(size, 1)], values.get(key)
+        part = rest[at : at + max(size, 1)]
+        value: Any = values.get(key)
         if isinstance(value, torch.Tensor) and size and not (size == 1 and value.device.type == "cpu"):
             part.copy_(value.detach().reshape(-1), non_blocking=True)
         elif size:

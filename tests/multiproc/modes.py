@@ -31,6 +31,7 @@ from tests.support.signals import PATIENCE_S
 CONFIG = hvd.Config(plan_deadline_s=200.0, control_deadline_s=200.0)
 SLOW_S, FAST_S = 0.03, 0.004
 LIMIT_S = 300.0  # More than anything is waited for.
+COUNTED_S = 1.0
 SWITCHING_S, LEAST_SWITCHES = 45.0, 15
 MODES = ["sync", "partial(3)", "subgroup(0,1,2)", "subgroup(1,2)", "local(3)", "grouped(2)"]
 MODES += ["subgroup(1,2,3)", "subgroup(0,3)", "subgroup(0,1)", "subgroup(0,2,3)"]  # More sets than are kept.
@@ -291,6 +292,45 @@ def many_sets() -> Facts:
     return finish(net, optimizer) | {"seen": seen, "wanted": [plan.label for plan in plans * 2], "most": most}
 
 
+def counted(mode: str) -> Facts:
+    """Ranks make different numbers of steps in a mode, with an optimizer that counts them, and go on in `sync`."""
+    net, made, hooked = model(), 0, [0, 0]
+    inner = torch.optim.NAdam(net.parameters(), lr=0.01)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode="sync", config=CONFIG)
+
+    def count(which: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            hooked[which] += 1
+
+        return hook
+
+    optimizer.register_step_pre_hook(count(0))
+    optimizer.register_step_post_hook(count(1))
+
+    def step(number: int) -> None:
+        nonlocal made
+        optimizer.zero_grad()
+        compute(net, batch(number), SLOW_S if int(hvd.rank()) == int(hvd.size()) - 1 else FAST_S)
+        optimizer.step()
+        made += 1
+
+    def moments() -> str:
+        state = inside(optimizer).base.state_dict(optimizer)["state"].values()
+        return repr([values[key].tolist() for values in state for key in sorted(values)])
+
+    number, began_s = go_into(optimizer, mode, step, 0), time.monotonic()
+    while time.monotonic() - began_s < COUNTED_S:
+        step(number)
+        number += 1
+    facts: Facts = {"in_mode": optimizer.mode, "in_it": made}
+    hvd.barrier()
+    facts["met"] = moments()
+    number = go_into(optimizer, "sync", step, number)
+    for _ in range(5):
+        step(number)
+    return facts | finish(net, optimizer) | {"made": made, "hooked": hooked, "moments": moments()}
+
+
 def finish(net: torch.nn.Module, optimizer: Any) -> Facts:
     """Close the optimizer; all ranks then have every step."""
     optimizer.close()
@@ -375,6 +415,8 @@ def one(name: str) -> Facts:
         return many_sets()
     if name.startswith("summed:"):
         return summed(name.partition(":")[2])
+    if name.startswith("counted:"):
+        return counted(name.partition(":")[2])
     if name.startswith("reload:"):
         return reload(name.partition(":")[2])
     return checkpoint(name.partition(":")[2]) if name.startswith("checkpoint:") else train(name, 40)

@@ -22,14 +22,15 @@ FIXED = (
 )  # fmt: skip
 FIXED += ("ps(dynamic)", "grouped(2)")
 SUMMED = ("summed:local(2)", "summed:ps(2)", "summed:partial(3)")
+COUNTED = ("counted:local(0.2s)",)
 BACKGROUND = ("local(5)", "local(0.2s)", "checkpoint:local(4)", "ssgd", "ps(2)", "ps(backup=1)", "checkpoint:ps(2)")
-BACKGROUND += ("reload:ps(2)", "subgroup(0,1,2)", "checkpoint:subgroup(0,1,2)", "switch:3:45:slow")
+BACKGROUND += (*COUNTED, "reload:ps(2)", "subgroup(0,1,2)", "checkpoint:subgroup(0,1,2)", "switch:3:45:slow")
 TRANSMISSION = ("switch:11:45:slow",)
 SWITCHING = ("switch:3:45:slow", "switch:7:45:even")
 
 
 # Those that share a job. What counts servers or sets comes first in it.
-TOGETHER = (("beforehand", *FIXED, *SUMMED), ("many_sets", *CHECKPOINTS, *RELOADED, *SWITCHING))
+TOGETHER = (("beforehand", *FIXED, *SUMMED), ("many_sets", *CHECKPOINTS, *RELOADED, *COUNTED, *SWITCHING))
 
 
 def facts_of(names: tuple[str, ...], name: str, module: str = "tests.multiproc.modes") -> list[dict[str, Any]]:
@@ -50,6 +51,13 @@ def check(facts: list[dict[str, Any]]) -> None:
         applied += s["applied_weight"] + s["damped_weight"] + s["dropped_weight"]
         assert s["produced_weight"] == pytest.approx(s["applied_weight"] + s["damped_weight"] + s["dropped_weight"])
     assert produced == pytest.approx(applied) and produced > 0
+
+
+def check_counted(facts: list[dict[str, Any]]) -> None:
+    """Ranks made different numbers of steps in the mode; behind it parameters and state are equal all the same."""
+    assert len({rank["in_it"] for rank in facts}) > 1 and {rank["in_mode"] for rank in facts} == {"local(0.2s)"}
+    assert len({rank["met"] for rank in facts}) == len({rank["moments"] for rank in facts}) == 1
+    assert all(rank["hooked"] == [rank["made"]] * 2 for rank in facts)
 
 
 def check_reloaded(facts: list[dict[str, Any]]) -> None:
@@ -95,6 +103,8 @@ def test_with_transfers_behind_compute_replicas_are_equal_where_ranks_meet(name:
     check(facts)
     if name.startswith("reload"):
         check_reloaded(facts)
+    elif name.startswith("counted"):
+        check_counted(facts)
     elif name.startswith("checkpoint"):
         assert len({rank["loaded"] for rank in facts}) == 1 and all(rank["same"] for rank in facts)
     elif name.startswith("switch"):
@@ -120,6 +130,13 @@ def test_a_checkpoint_taken_in_a_mode_can_be_loaded_in_it(name: str) -> None:
     mode = name.partition(":")[2]
     assert {rank["mode_again"] for rank in facts} == {mode}, "the mode did not come back"
     assert {rank["mode_then"] for rank in facts} == ({"sync"} if mode.startswith(("ps", "grouped")) else {mode})
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_step_counts_are_equal_after_a_mode_in_which_ranks_step_alone(name: str) -> None:
+    facts = facts_of(COUNTED, name)
+    check(facts)
+    check_counted(facts)
 
 
 @pytest.mark.parametrize("name", RELOADED)
