@@ -34,8 +34,8 @@ def test_the_epoch_goes_on_behind_the_last_commit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [("localhost:2\n", "localhost:2,127.0.0.1:1"), (TWO_HOSTS, "localhost:2")],
-    ids=["a host joins", "a host leaves"],
+    [("localhost:1\n127.0.0.1:1\n", "localhost:2,127.0.0.1:1"), (TWO_HOSTS, "localhost:2")],
+    ids=["a rank joins", "a host leaves"],
 )
 def test_the_epoch_goes_on_with_other_hosts(tmp_path: Path, before: str, after: str) -> None:
     """A rank that joins has nothing yet, and gets the same parameters, weight decay or not."""
