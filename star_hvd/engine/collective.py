@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from star_hvd import env
 from star_hvd.errors import DeadlineError
 
 __all__ = ["Collective", "HorovodCollective", "poll_for", "tune_horovod", "wait_all"]
@@ -142,13 +143,14 @@ def tune_horovod(on: bool) -> None:
         on: Whether blocking collectives sleep instead of asking again and again (with Horovod's patch 0017), Horovod
             negotiates less often while a rank has nothing submitted (0016), and, while all ranks want it, negotiates
             and reduces short tensors in fewer messages that wait for each other (0018); False for Horovod's own ways.
+            Not the last in elastic jobs: it outlives a world in those that stay, and who joins begins without it.
     """
     from horovod.torch import mpi_ops
 
     for name, value in (
         ("horovod_torch_set_idle_cycle_ms", _IDLE_CYCLE_MS if on else 0.0),
         ("horovod_torch_set_waits_sleep", on),
-        ("horovod_torch_set_few_hops", on),
+        ("horovod_torch_set_few_hops", on and not env.elastic()),
     ):
         if (setter := getattr(mpi_ops.mpi_lib, name, None)) is not None:
             setter(value)

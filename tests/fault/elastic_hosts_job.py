@@ -57,7 +57,8 @@ def main(file: Path, hosts: str) -> None:
 
     train(state)
     raw = b"".join(param.detach().numpy().tobytes() for param in net.parameters())
-    facts = {"size": int(hvd.size()), "digest": hashlib.sha256(raw).hexdigest(), "epochs": state.epoch}
+    digests = hvd.allgather_object(hashlib.sha256(raw).hexdigest(), name="digests")
+    facts = {"size": int(hvd.size()), "digests": digests, "epochs": state.epoch}
     write_result({**facts, "batches": len(other)})
     optimizer.close()
 
