@@ -200,7 +200,7 @@ def a_model_that_goes_elsewhere_and_back_between_steps(ctx: Context) -> None:
     def run(api: Api) -> Any:
         model, optimizer = wrapped(api, Plain.simple)
         for step in range(6):
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            model.zero_grad(set_to_none=step % 2 == 0)  # Horovod's optimizer takes no argument.
             differentiate(model, step)
             optimizer.step()
             if ctx.rank == 0:
@@ -218,7 +218,7 @@ def gradients_that_the_program_replaces(ctx: Context) -> None:
     def run(api: Api) -> Any:
         model, optimizer = wrapped(api, Plain.simple)
         for step in range(4):
-            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            model.zero_grad(set_to_none=step % 2 == 0)  # Horovod's optimizer takes no argument.
             differentiate(model, step)
             for param in model.parameters():
                 _replaced(param)
