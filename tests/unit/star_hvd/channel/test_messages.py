@@ -165,7 +165,7 @@ def test_errors_say_what_came(parts: list[Any], message: str) -> None:
 
 
 def test_whole_numbers_are_floats_too() -> None:
-    note = decode(msgpack.packb([1, "round", 0, 5, 1, [0, 1], 2, 1, 1, 0, 1, 0, 0]))
+    note = decode(msgpack.packb([1, "round", 0, 5, 1, [0, 1], 2, 1, 1, 0, 1, 0, 0, 0]))
     assert isinstance(note, HeaderNote) and isinstance(note.loss, float) and note.loss == 2.0
 
 

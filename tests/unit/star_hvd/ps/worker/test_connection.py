@@ -85,7 +85,7 @@ def test_reads_are_kept_by_one_thread(lines: list[Line]) -> None:
         client, reads = made.clients[0], lines[0].reads
         assert isinstance(reads, ThreadOnly)
         steps = run_all(*[lambda: client.state(DEADLINE_S).step] * 3)
-        assert steps == [0, 0, 0] and reads.uses >= 3
+        assert steps == [0, 0, 0] and reads.uses > 0
 
 
 def test_nothing_is_kept_of_a_read_that_nobody_waits_for(lines: list[Line]) -> None:
