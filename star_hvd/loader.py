@@ -195,7 +195,8 @@ class ShardLoader:
 
     @property
     def _world_size(self) -> int:
-        return self._attached.world_size if self._attached is not None else int(mpi_ops.size())
+        # In an elastic job the world may be another one since the last iteration.
+        return int(mpi_ops.size()) if self._attached is None or env.elastic() else self._attached.world_size
 
     @property
     def _parts(self) -> int:

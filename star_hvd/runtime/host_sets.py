@@ -79,6 +79,6 @@ def make_host_sets() -> None:
 
 
 def _reason() -> str | None:
-    if os.environ.get("HOROVOD_ELASTIC", "0") == "1":
+    if env.elastic():
         return "an elastic job loses its process sets at every reset"
     return unavailable_reason()

@@ -18,7 +18,7 @@ from typing import Any
 from horovod.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horovod.torch import mpi_ops
 
-from star_hvd import patches
+from star_hvd import env, patches
 from star_hvd.threads import supervised
 
 __all__ = ["MAX_SETS", "SetKeeper", "prepare_init", "static_catalogue", "unavailable_reason"]
@@ -40,10 +40,6 @@ _static: dict[Ranks, ProcessSet] = {}
 # ---- what is possible here ----------------------------------------------------------------------------------------
 
 
-def _elastic() -> bool:
-    return os.environ.get("HOROVOD_ELASTIC", "0") == "1"
-
-
 def _dynamic() -> bool:
     """Whether Horovod is set to allow dynamic sets: it reads the variable as an integer, yes if above 0."""
     with contextlib.suppress(ValueError):
@@ -54,7 +50,7 @@ def _dynamic() -> bool:
 def unavailable_reason() -> str | None:
     """Return why no process set can be used in this job, None if they can."""
     present = patches.horovod_patches()
-    if _elastic() and patches.SURVIVE_DEATH not in present:
+    if env.elastic() and patches.SURVIVE_DEATH not in present:
         return (
             f"this Horovod lacks patch {patches.SURVIVE_DEATH}: under elastic training one dead rank would abort "
             "every survivor of a job with process sets; build it with scripts/build_horovod.py"
@@ -99,7 +95,7 @@ def prepare_init(comm: Any, process_sets: Any) -> Any:
     present = patches.horovod_patches()
     if _DYNAMIC not in os.environ and patches.CHEAP_DYNAMIC in present:
         os.environ[_DYNAMIC] = "1"
-    if _dynamic() or _elastic() or comm is not None or process_sets is not None:
+    if _dynamic() or env.elastic() or comm is not None or process_sets is not None:
         return process_sets
     if patches.UNEVEN_HOSTS not in present and os.environ.get("HOROVOD_CROSS_SIZE", "1") != "1":
         return process_sets
