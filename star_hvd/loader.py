@@ -7,7 +7,8 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from star_hvd.channel.messages.microbatches import MicrobatchOpen
 from star_hvd.config import Config
 from star_hvd.epochs.batches import SOON_S, EqualRanges, LeasedBatches, StreamBatches
 from star_hvd.epochs.microbatches import LeasedMicrobatches
+from star_hvd.errors import StarError
 from star_hvd.input.batch_sizes import BatchSizes
 from star_hvd.input.feeder import IN_THREAD_NOTE, Feeder
 from star_hvd.input.lease_stock import BatchSizer, LeaseStock
+from star_hvd.input.microbatches import MicrobatchStock
 from star_hvd.input.network import meets_in_pass, normalizations, trained, warn_of_parts
 from star_hvd.input.sample_order import BatchOrder, EpochOrder, Order, Permutation
 from star_hvd.input.source import Source, order_of, source_of, whole_number
@@ -179,6 +182,8 @@ class ShardLoader:
         self._number = -1  # In the order in which loaders are first iterated, which is the same on all ranks.
         self._passes = 0  # Iterations under this number; not the epoch, which may be chosen again.
         self._next_stock: LeaseStock | None = None
+        self._asked_as: tuple[Any, ...] | None = None  # What `_next_stock` is for, also on a rank that asked for none.
+        self._coming: _Coming | None = None  # The iteration that is made but not begun.
         self._open: _Interrupted | None = None  # The current epoch, or the one left in the middle.
         self._resume: dict[str, Any] | None = None
         self._may_meet: bool | None = None  # Whether ranks may meet within the passes of this stream, once known.
@@ -235,32 +240,58 @@ class ShardLoader:
     def __iter__(self) -> Iterator[Any]:
         if self._attached is None or runtime.current() is not self._attached:  # Elastic: a new world.
             self._attached = runtime.ensure(self._config)
-            self._number, self._passes, self._next_stock = -1, 0, None
+            self._number, self._passes = -1, 0
+            self._next_stock = self._asked_as = self._coming = None
         if self._number < 0:
             self._number = self._run.client.loader_number(self)
+        # Not left to the first batch: a loop over `zip` takes none of this loader where another one has none for it,
+        # and the next iteration is to be the same epoch on all ranks.
+        if self._coming is not None:
+            self._skip(self._coming)
+        coming = self._coming = _Coming(*self._next_order())
+        iterator = self._iterate(coming)
+        coming.iterator = weakref.ref(iterator)
+        return iterator
+
+    def _iterate(self, coming: _Coming) -> Generator[Any, None, None]:
+        if self._coming is not coming:
+            raise StarError(
+                "another iteration over this hvd.shard loader was made before this one's first batch was taken, and "
+                "has taken its place; make a second loader for the inner one, from the same data set"
+            )
+        self._coming = None
         self._evaluates = not torch.is_grad_enabled()
         if self._shares is not None:
             self._run.asked.check_shares(self.batch_size)
-        epoch, order, done = self._next_order()
         run = self._run
         if run.reference_samples == 0 and not self._evaluates:
-            run.reference_samples = self._usual_batch(order)
+            run.reference_samples = self._usual_batch(coming.order)
         # Other ranks may have made steps without this one since the last epoch.
         run.catch_up()
         run.feeding.begin(self._number)
         try:
-            yield from (self._epoch_in_parts if self._parts else self._epoch_in_batches)(order, epoch, done)
+            yield from (self._epoch_in_parts if self._parts else self._epoch_in_batches)(coming)
         finally:
             run.feeding.end(self._number)
 
-    def _epoch_in_batches(self, order: EpochOrder, epoch: int, done: list[int]) -> Iterator[Any]:
+    def _skip(self, coming: _Coming) -> None:
+        """Leave an epoch of which this rank has taken no batch, as if its loop had ended at once."""
+        if self._parts:
+            stock = self._open_microbatches(coming)[0]
+            stock.close()
+        else:
+            self._stock_for(len(coming.order)).leave_unbegun(_digest(coming.order, coming.done), coming.done)
+            self._asked_as = self._stock_key(self._order.expected())
+
+    def _epoch_in_batches(self, coming: _Coming) -> Iterator[Any]:
+        order, done = coming.order, coming.done
         self._note_network()
         stock, shares = self._stock_for(len(order)), self._shares
         samples = self._samples_left(len(order), done)
         if shares is not None:
             even = self._run.world_size if stock.even else 0
             shares.begin_epoch(stock.epoch, samples, self.batch_size, even=even)
-        self._open = _Interrupted(epoch, stock.epoch, order.saved, len(order))
+        self._open = _Interrupted(coming.epoch, stock.epoch, order.saved, len(order))
         stock.begin(_digest(order, done), done)
         batches: LeasedBatches | StreamBatches
         if self._stream is not None:
@@ -275,14 +306,27 @@ class ShardLoader:
             yield from batches
         finally:
             self.lease_waits.append(batches.leases.waits)
+            self._asked_as = self._stock_key(self._order.expected())
         self._open = None
         self._ask_for_next()
         _end_epoch(self._run, self._number, stock.epoch)
 
-    def _epoch_in_parts(self, order: EpochOrder, epoch: int, done: list[int]) -> Iterator[Any]:
+    def _epoch_in_parts(self, coming: _Coming) -> Iterator[Any]:
         assert self._feeder is not None
         self._run.asked.check_microbatches()
         self._warn_of_parts()
+        order = coming.order
+        stock, steps = self._open_microbatches(coming)
+        self._open = _Interrupted(coming.epoch, stock.epoch, order.saved, len(order))
+        self.lease_waits.append(0)
+        yield from LeasedMicrobatches(self._run, stock, order, self._feeder, steps, self._note)
+        self._open = None
+        _end_epoch(self._run, self._number, stock.epoch)
+
+    def _open_microbatches(self, coming: _Coming) -> tuple[MicrobatchStock, int]:
+        """Open the micro-batches of an epoch; return also its number of steps."""
+        assert self._feeder is not None
+        order, done = coming.order, coming.done
         size, parts, feeder = len(order), self._parts, self._feeder
         layout = StepLayout(
             size, self.batch_size, parts, self._run.world_size, drop_last=self._drop_last, done=_spans(done),
@@ -294,11 +338,7 @@ class ShardLoader:
         )  # fmt: skip
         stock = self._run.client.open_microbatches(layout, opening)
         self._passes, self._positions = self._passes + 1, size
-        self._open = _Interrupted(epoch, stock.epoch, order.saved, size)
-        self.lease_waits.append(0)
-        yield from LeasedMicrobatches(self._run, stock, order, feeder, layout.steps, self._note)
-        self._open = None
-        _end_epoch(self._run, self._number, stock.epoch)
+        return stock, layout.steps
 
     def _warn_of_parts(self) -> None:
         """Warn, once, of what micro-batches do to the network."""
@@ -313,19 +353,19 @@ class ShardLoader:
             optimizers = [driver.engine.applier.optimizer for driver in run.drivers.values()]
             shares.note_network(normalized=normalizations(trained(optimizers)) > 0)
 
-    def _next_order(self) -> tuple[int, EpochOrder, list[int]]:
-        """Return number and order of the epoch that starts, and the spans of it that were consumed before."""
+    def _next_order(self) -> tuple[int, EpochOrder, dict[str, Any] | None]:
+        """Return number and order of the next epoch, and the state in which it was interrupted, if it was."""
         resumed, self._resume = self._resume, None
         epoch, self.epoch = self.epoch, self.epoch + 1
         if resumed is None:
-            return epoch, self._order.of(epoch), []
+            return epoch, self._order.of(epoch), None
         order = self._order.of(epoch, resumed["order"])
         if len(order) != resumed["positions"]:
             raise ValueError(
                 f"the loader's state is of an epoch of {resumed['positions']} samples, the data has {len(order)}; "
                 "load it where the data is the same"
             )
-        return epoch, order, resumed["consumed"]
+        return epoch, order, resumed
 
     def _samples_left(self, positions: int, done: list[int]) -> int:
         """Return the number of samples of an epoch that ranks have yet to take."""
@@ -335,15 +375,22 @@ class ShardLoader:
     def _stock_for(self, positions: int) -> LeaseStock:
         """Return the stock of the epoch that starts: the one requested ahead, if the epoch's length is as expected."""
         stock, self._next_stock = self._next_stock, None
-        expected = (positions, self.batch_size, self._deals_evenly, self._shares is None)
-        if stock is not None and (stock.samples, stock.batch, stock.even, stock.fixed) != expected:
-            stock.close()
+        if self._asked_as is not None and self._asked_as != self._stock_key(positions):
+            if stock is not None:
+                stock.close()
+            # Also on a rank that has asked for none: it left its loop before the end, and other ranks did not.
             stock, self._passes = None, self._passes + 1
         if stock is None:
             stock = self._new_stock(positions, ask=False)
         self._passes += 1
         self._positions = positions
         return stock
+
+    def _stock_key(self, positions: int | None) -> tuple[Any, ...] | None:
+        """Return what a stock requested ahead has to be for; None if the length of the next epoch is unknown."""
+        if positions is None:
+            return None
+        return positions, self.batch_size, self._deals_evenly, self._shares is None
 
     @property
     def _shares(self) -> BatchSizes | None:
@@ -432,6 +479,8 @@ class ShardLoader:
         state |= {"order": None, "positions": -1, "batch_sampler": isinstance(self._order, BatchOrder)}
         if self._resume is not None:
             return self._resume
+        if self._coming is not None and self._coming.alive:
+            return self._coming.resumed or state | {"epoch": self._coming.epoch}
         if self._open is None:
             return state
         if self._stream is not None:
@@ -465,7 +514,7 @@ class ShardLoader:
         self._open = None
         if self._next_stock is not None and runtime.current() is self._attached:
             self._next_stock.close()
-        self._next_stock = None
+        self._next_stock = self._asked_as = self._coming = None
         self._passes += self._passes > 0  # Maybe not all ranks requested that epoch ahead; none does before the first.
 
 
@@ -481,6 +530,28 @@ def _may_meet(run: runtime.Runtime) -> bool:
     """Whether the networks in training have layers that may turn out to reduce over all ranks within a pass."""
     optimizers = [driver.engine.applier.optimizer for driver in run.drivers.values()]
     return run.world_size > 1 and bool(optimizers) and meets_in_pass(trained(optimizers))
+
+
+class _Coming:
+    """The epoch of an iterator.
+
+    Attributes:
+        iterator: The iterator.
+    """
+
+    def __init__(self, epoch: int, order: EpochOrder, resumed: dict[str, Any] | None) -> None:
+        self.epoch, self.order, self.resumed = epoch, order, resumed
+        self.iterator: weakref.ref[Any] | None = None
+
+    @property
+    def done(self) -> list[int]:
+        """Bounds of the spans that were consumed before the epoch was interrupted."""
+        return list(self.resumed["consumed"]) if self.resumed else []
+
+    @property
+    def alive(self) -> bool:
+        """Whether the iterator can still be begun."""
+        return self.iterator is not None and self.iterator() is not None
 
 
 class _Interrupted:

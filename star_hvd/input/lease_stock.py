@@ -252,6 +252,13 @@ class LeaseStock:
             self._send_ask(again=self._asked)
             self._asked = True
 
+    def leave_unbegun(self, digest: int, done: list[int]) -> None:
+        """Leave the epoch; the coordinator must know of it first if other ranks begin it later. Arguments: `begin`."""
+        with self._changed:
+            self._digest, self._done = digest, done
+            self._send_ask(again=self._asked)
+        self.close()
+
     def ready(self, limit_s: float) -> bool:
         """Wait until there is a batch or the epoch is over for this rank. Return whether that happened in time."""
         with self._changed:

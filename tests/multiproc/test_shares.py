@@ -62,5 +62,6 @@ def test_a_batch_normalized_network_is_warned_of_once_and_gets_whole_batches_to_
     assert [len(result["warnings"]) for result in results] == [1, 0, 0, 0]
     assert "GroupNorm" in results[0]["warnings"][0]
     assert all(result["once"] for result in results)
-    for epoch in results[0]["sizes"][1:]:  # The shares are ordered within the first one.
+    assert len(results[0]["sizes"]) >= 3, "the shares are ordered within some epoch"
+    for epoch in results[0]["sizes"][-3:]:
         assert epoch == [[30] * 4 + [BATCH], [26] * 4, [18] * 4, [2] * 4]

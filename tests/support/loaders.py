@@ -101,6 +101,14 @@ class World:
             found.append(shard(*args, **options))
         return found
 
+    def iterators(self, loaders: list[ShardLoader]) -> list[Iterator[Any]]:
+        """Make an iterator on every rank."""
+        found = []
+        for rank, loader in enumerate(loaders):
+            self.rank = rank
+            found.append(iter(loader))
+        return found
+
     def next(self, rank: int, batches: Iterator[Any]) -> Any:
         """Return the next batch of a rank; None at the end of its epoch."""
         self.rank = rank
@@ -111,6 +119,8 @@ class World:
         found: list[list[Any]] = [[] for _ in loaders]
 
         def work(rank: int) -> None:
+            if until == 0:
+                return  # An iterator counts as an epoch.
             batches = iter(loaders[rank])
             while len(found[rank]) != until and (batch := next(batches, None)) is not None:
                 found[rank].append(batch)

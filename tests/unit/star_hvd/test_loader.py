@@ -353,6 +353,7 @@ def test_a_stream_that_cannot_be_divided_evenly_is_refused_where_ranks_meet_with
     fed(world, "sparse gradients" if found == "before" else "")
     for trains in (False, True):
         loaders = world.loaders(Stream(length), 1, batches=batches)
+        world.rank = 0
         steps = stepping(world, 0, iter(loaders[0])) if trains else iter(loaders[0])
         assert world.next(0, steps) is not None
         if found == "in the first step":
@@ -497,7 +498,7 @@ def test_an_epoch_goes_on_from_its_state_with_any_number_of_ranks(
 def test_only_batches_for_the_steps_of_the_checkpoint_count_as_consumed(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(2, monkeypatch)
     loaders = world.loaders(Numbers(40), 4, shuffle=False)
-    batches = [iter(loader) for loader in loaders]
+    batches = world.iterators(loaders)
     seen: list[int] = []
     for step in range(2):
         world.steps = [step, step]
@@ -516,7 +517,7 @@ def test_where_ranks_step_alone_a_batch_counts_as_consumed_with_the_parameters_t
     """As with servers: rank 1 is in the middle of its first batch while rank 0 makes two steps."""
     world = World(2, monkeypatch)
     loaders = world.loaders(Numbers(40), 4, shuffle=False)
-    batches = [iter(loader) for loader in loaders]
+    batches = world.iterators(loaders)
     world.steps, world.alone = [0, 0], True
 
     def consumed() -> list[int]:

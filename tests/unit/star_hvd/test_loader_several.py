@@ -157,6 +157,41 @@ def test_three_loaders_in_one_loop_in_any_order_of_events(monkeypatch: pytest.Mo
         assert max(drawn.values(), default=1) == 1
 
 
+def test_a_rank_that_has_taken_no_batch_in_an_epoch_begins_the_next_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As the second loader of a `zip`, whose first one had none for this rank."""
+    world = World(2, monkeypatch)
+    loaders = world.loaders(Numbers(12), 2, shuffle=False)
+    for epoch in range(2):
+        iterators = world.iterators(loaders)
+        assert epoch or world.next(0, iterators[0]) is not None
+        del iterators
+    assert [loader.epoch for loader in loaders] == [2, 2]
+    drawn = world.epoch(loaders)
+    assert sorted(int(i) for each in drawn for batch in each for i in batch) == list(range(12))
+
+
+def test_the_state_of_an_iteration_that_has_not_begun_is_the_one_it_begins_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(1, monkeypatch)
+    (loader,) = world.loaders(Numbers(12), 2)
+    batches = iter(loader)
+    assert loader.state_dict()["epoch"] == 0
+    next(batches)
+    state = loader.state_dict()
+    (restored,) = world.loaders(Numbers(12), 2)
+    restored.load_state_dict(state)
+    rest = iter(restored)
+    assert restored.state_dict() == state
+    assert len(list(rest)) == 5
+    loose = iter(restored)
+    assert restored.state_dict()["epoch"] == 1
+    del loose
+    assert restored.state_dict()["epoch"] == 2, "a loop over `zip` has ended without a batch of this loader"
+
+
 def kept(world: World) -> tuple[int, int]:
     """How much the coordinator holds, and how many stocks and batch sizes the ranks."""
     held = [each for each in gc.get_objects() if isinstance(each, (LeaseStock, BatchSizes))]
