@@ -320,11 +320,13 @@ class StepDriver:
             self._own_work.look(wait=True)
             loss = self.engine.own.loss  # Read now: an averaging sends and clears it.
             logged = self.reporter.steps_logged
+            began_s = time.monotonic()
             value = active.step(skip=skip)
             # The coordinator hears of local steps at averagings, the log of each. The log alone also gets a gradient
             # that came after its servers' mode had ended and is folded into a step of the next mode.
             if self.reporter.steps_logged != logged and self.reporter.wait_s:
-                self.timeline.waited(-1, time.monotonic() - self.reporter.wait_s)
+                # Waits of the forward pass, which `wait_s` contains, are noted where they happen.
+                self.timeline.waited(-1, max(began_s, time.monotonic() - self.reporter.wait_s))
             if self.reporter.steps_logged == logged:
                 self.reporter.log_step(self.engine.step, loss, 0.0, late=active is not self.local)
             self._change_mode()

@@ -202,9 +202,11 @@ class StepTimeline:
         self.sampling, self._sample, self._events = False, None, None
         assert sample is not None and events is not None
         sample.buckets, sample.waits = fold(events, sample.began_s, sample.interval_s)
-        sample.exposed_s = sum(
-            max(0.0, min(ended_s, sample.interval_s) - began_s) for _, began_s, ended_s in sample.waits
-        )
+        ended_s = 0.0
+        for _, wait_s, until_s in sorted(sample.waits, key=lambda wait: wait[1]):  # One may lie within another.
+            until_s = min(until_s, sample.interval_s)
+            sample.exposed_s += max(0.0, until_s - max(wait_s, ended_s))
+            ended_s = max(ended_s, until_s)
         self.latest.append(sample)
         if self.on_sample is not None:
             self.on_sample(sample)

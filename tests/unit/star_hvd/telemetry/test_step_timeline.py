@@ -273,3 +273,17 @@ def test_no_advice_to_do_what_is_done() -> None:
 
 def test_no_sentence_without_a_sample_of_the_mode() -> None:
     assert exposure([sampled("sync", "", 0.1)], "local(4)", math.nan) == ""
+
+
+def test_a_wait_within_another_is_exposed_once(clock: Clock) -> None:
+    timeline = StepTimeline(clock)
+    timeline.start(FIRST, "ps(3)", "background")
+    began_s = clock.now_s
+    for bucket in (0, 1):
+        clock.now_s += 1.0
+        timeline.waited(bucket, clock.now_s - 1.0)
+    clock.now_s += 1.0
+    timeline.waited(-1, began_s)
+    timeline.start(FIRST + 1, "ps(3)", "background")
+    timeline.start(FIRST + 2, "ps(3)", "background")
+    assert only(timeline).exposed_s == pytest.approx(3.0)
