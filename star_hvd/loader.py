@@ -248,7 +248,9 @@ class ShardLoader:
         # and the next iteration is to be the same epoch on all ranks.
         if self._coming is not None:
             self._skip(self._coming)
-        coming = self._coming = _Coming(*self._next_order())
+        coming = self._coming = _Coming(
+            *self._next_order(), self._order.expected(), evaluates=not torch.is_grad_enabled()
+        )
         iterator = self._iterate(coming)
         coming.iterator = weakref.ref(iterator)
         return iterator
@@ -260,7 +262,7 @@ class ShardLoader:
                 "has taken its place; make a second loader for the inner one, from the same data set"
             )
         self._coming = None
-        self._evaluates = not torch.is_grad_enabled()
+        self._evaluates = coming.evaluates
         if self._shares is not None:
             self._run.asked.check_shares(self.batch_size)
         run = self._run
@@ -276,22 +278,21 @@ class ShardLoader:
 
     def _skip(self, coming: _Coming) -> None:
         """Leave an epoch of which this rank has taken no batch, as if its loop had ended at once."""
+        self._coming, self._evaluates = None, coming.evaluates
         if self._parts:
-            stock = self._open_microbatches(coming)[0]
-            stock.close()
+            self._open_microbatches(coming)[0].close()
         else:
-            self._stock_for(len(coming.order)).leave_unbegun(_digest(coming.order, coming.done), coming.done)
-            self._asked_as = self._stock_key(self._order.expected())
+            self._stock_for(coming).leave_unbegun(_digest(coming.order, coming.done), coming.done)
 
     def _epoch_in_batches(self, coming: _Coming) -> Iterator[Any]:
         order, done = coming.order, coming.done
         self._note_network()
-        stock, shares = self._stock_for(len(order)), self._shares
+        stock, shares = self._stock_for(coming), self._shares
         samples = self._samples_left(len(order), done)
         if shares is not None:
             even = self._run.world_size if stock.even else 0
             shares.begin_epoch(stock.epoch, samples, self.batch_size, even=even)
-        self._open = _Interrupted(coming.epoch, stock.epoch, order.saved, len(order))
+        self._open = interrupted = _Interrupted(coming.epoch, stock.epoch, order.saved, len(order))
         stock.begin(_digest(order, done), done)
         batches: LeasedBatches | StreamBatches
         if self._stream is not None:
@@ -306,9 +307,10 @@ class ShardLoader:
             yield from batches
         finally:
             self.lease_waits.append(batches.leases.waits)
-            self._asked_as = self._stock_key(self._order.expected())
+            interrupted.left = True
+            self._asked_as = self._stock_key(coming.expected)
         self._open = None
-        self._ask_for_next()
+        self._ask_for_next(coming.expected)
         _end_epoch(self._run, self._number, stock.epoch)
 
     def _epoch_in_parts(self, coming: _Coming) -> Iterator[Any]:
@@ -317,9 +319,12 @@ class ShardLoader:
         self._warn_of_parts()
         order = coming.order
         stock, steps = self._open_microbatches(coming)
-        self._open = _Interrupted(coming.epoch, stock.epoch, order.saved, len(order))
+        self._open = interrupted = _Interrupted(coming.epoch, stock.epoch, order.saved, len(order))
         self.lease_waits.append(0)
-        yield from LeasedMicrobatches(self._run, stock, order, self._feeder, steps, self._note)
+        try:
+            yield from LeasedMicrobatches(self._run, stock, order, self._feeder, steps, self._note)
+        finally:
+            interrupted.left = True
         self._open = None
         _end_epoch(self._run, self._number, stock.epoch)
 
@@ -372,8 +377,9 @@ class ShardLoader:
         end = positions - (positions % self.batch_size if self._drop_last else 0)
         return sum(stop - start for start, stop in without([(0, end)], _spans(done)))
 
-    def _stock_for(self, positions: int) -> LeaseStock:
-        """Return the stock of the epoch that starts: the one requested ahead, if the epoch's length is as expected."""
+    def _stock_for(self, coming: _Coming) -> LeaseStock:
+        """Return the stock of the epoch that starts: the one requested ahead, if the epoch is as expected."""
+        positions = len(coming.order)
         stock, self._next_stock = self._next_stock, None
         if self._asked_as is not None and self._asked_as != self._stock_key(positions):
             if stock is not None:
@@ -384,6 +390,7 @@ class ShardLoader:
             stock = self._new_stock(positions, ask=False)
         self._passes += 1
         self._positions = positions
+        self._asked_as = self._stock_key(coming.expected)  # Now too: the iterator may be kept, and never end.
         return stock
 
     def _stock_key(self, positions: int | None) -> tuple[Any, ...] | None:
@@ -430,9 +437,8 @@ class ShardLoader:
             self._may_meet = self._stream is not None and _may_meet(self._run)
         return bool(self._even_because or self._may_meet)
 
-    def _ask_for_next(self) -> None:
+    def _ask_for_next(self, positions: int | None) -> None:
         """Request the first samples of the next epoch, so that they are here when it starts."""
-        positions = self._order.expected()
         if positions is not None:
             self._next_stock = self._new_stock(positions, ask=True)
 
@@ -479,8 +485,9 @@ class ShardLoader:
         state |= {"order": None, "positions": -1, "batch_sampler": isinstance(self._order, BatchOrder)}
         if self._resume is not None:
             return self._resume
-        if self._coming is not None and self._coming.alive:
-            return self._coming.resumed or state | {"epoch": self._coming.epoch}
+        coming = self._coming
+        if coming is not None and (self._open is None or self._open.left):
+            return coming.resumed or state | {"epoch": coming.epoch} if coming.alive else state
         if self._open is None:
             return state
         if self._stream is not None:
@@ -512,8 +519,11 @@ class ShardLoader:
         self.epoch = _epoch_number(state["epoch"])
         self._resume = dict(state) if state["positions"] >= 0 else None
         self._open = None
-        if self._next_stock is not None and runtime.current() is self._attached:
-            self._next_stock.close()
+        if self._attached is not None and runtime.current() is self._attached:
+            if self._coming is not None:
+                self._skip(self._coming)
+            if self._next_stock is not None:
+                self._next_stock.close()
         self._next_stock = self._asked_as = self._coming = None
         self._passes += self._passes > 0  # Maybe not all ranks requested that epoch ahead; none does before the first.
 
@@ -535,12 +545,24 @@ def _may_meet(run: runtime.Runtime) -> bool:
 class _Coming:
     """The epoch of an iterator.
 
+    All that the number of its iteration depends on is of when the iterator is made, which all ranks do alike.
+
+    Args:
+        epoch: Its number.
+        order: The order of its samples.
+        resumed: The state in which it was interrupted, if it was.
+        expected: Positions of the epoch behind it, None if unknown.
+        evaluates: Whether nothing is trained in it.
+
     Attributes:
         iterator: The iterator.
     """
 
-    def __init__(self, epoch: int, order: EpochOrder, resumed: dict[str, Any] | None) -> None:
+    def __init__(
+        self, epoch: int, order: EpochOrder, resumed: dict[str, Any] | None, expected: int | None, *, evaluates: bool
+    ) -> None:
         self.epoch, self.order, self.resumed = epoch, order, resumed
+        self.expected, self.evaluates = expected, evaluates
         self.iterator: weakref.ref[Any] | None = None
 
     @property
@@ -555,10 +577,15 @@ class _Coming:
 
 
 class _Interrupted:
-    """What a state needs of the current epoch: number, key at the coordinator, order and length."""
+    """What a state needs of the current epoch: number, key at the coordinator, order and length.
+
+    Attributes:
+        left: Whether its loop has ended.
+    """
 
     def __init__(self, epoch: int, key: int, order: Any, positions: int) -> None:
         self.epoch, self.key, self.order, self.positions = epoch, key, order, positions
+        self.left = False
 
 
 def _epoch_number(epoch: Any) -> int:

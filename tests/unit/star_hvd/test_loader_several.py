@@ -7,9 +7,11 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from scheduler.records import Plan
 from star_hvd.channel.messages.base import Away
@@ -172,6 +174,78 @@ def test_a_rank_that_has_taken_no_batch_in_an_epoch_begins_the_next_with_the_oth
     assert sorted(int(i) for each in drawn for batch in each for i in batch) == list(range(12))
 
 
+def begun(world: World, loaders: list[ShardLoader], ranks: tuple[int, ...], *, ends: bool = True) -> list[Any]:
+    """An iteration of which only some ranks take batches: all, or one. Returns iterators that are still kept."""
+    iterators = world.iterators(loaders)
+    for rank in ranks:
+        while world.next(rank, iterators[rank]) is not None and ends:
+            pass
+    return [] if ends else iterators
+
+
+@pytest.mark.parametrize("first", [(0, 1), (0,)])
+def test_iterations_of_which_a_rank_takes_nothing_are_counted_whatever_they_are_for(
+    monkeypatch: pytest.MonkeyPatch, first: tuple[int, ...]
+) -> None:
+    """Training, evaluation, a state that is loaded, an iterator that is kept: all ranks number the next alike."""
+    world = World(2, monkeypatch)
+    loaders = world.loaders(Numbers(12), 2, shuffle=False)
+
+    def check() -> None:
+        drawn = world.epoch(loaders)
+        assert sorted(int(i) for each in drawn for batch in each for i in batch) == list(range(12))
+
+    def load() -> None:
+        for world.rank, loader in enumerate(loaders):
+            loader.load_state_dict({**loader.state_dict(), "epoch": 7, "consumed": [], "positions": -1})
+
+    begun(world, loaders, first)
+    load()
+    check()
+    for ranks in ((0,), (0, 1), (1,)):
+        with torch.no_grad():
+            begun(world, loaders, ranks)
+        begun(world, loaders, ranks)
+        check()
+        with torch.no_grad():
+            kept = begun(world, loaders, ranks, ends=False)
+            begun(world, loaders, (0, 1))
+        del kept
+        check()
+        begun(world, loaders, ranks)
+        load()
+        check()
+
+
+class Bucketed(torch.utils.data.Sampler[int]):
+    """A sampler whose length follows its epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 12 + 2 * self.epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self)))
+
+
+def test_a_sampler_s_next_length_does_not_count_for_the_epoch_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(2, monkeypatch)
+    samplers = [Bucketed(), Bucketed()]
+    loaders = []
+    for world.rank in (0, 1):
+        loaders.append(shard(Numbers(40), 2, sampler=samplers[world.rank]))
+    for epoch in range(4):
+        for sampler in samplers:
+            sampler.epoch = epoch
+        if epoch == 1:
+            begun(world, loaders, (0,))
+            continue
+        drawn = world.epoch(loaders)
+        assert sorted(int(i) for each in drawn for batch in each for i in batch) == list(range(12 + 2 * epoch))
+
+
 def test_the_state_of_an_iteration_that_has_not_begun_is_the_one_it_begins_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -190,6 +264,13 @@ def test_the_state_of_an_iteration_that_has_not_begun_is_the_one_it_begins_with(
     assert restored.state_dict()["epoch"] == 1
     del loose
     assert restored.state_dict()["epoch"] == 2, "a loop over `zip` has ended without a batch of this loader"
+    left = iter(restored)
+    next(left)
+    loose = iter(restored)
+    assert restored.state_dict()["epoch"] == 2 and restored.state_dict()["consumed"], "the loop goes on"
+    left.close()  # type: ignore[attr-defined]
+    del loose
+    assert restored.state_dict()["epoch"] == 4
 
 
 def kept(world: World) -> tuple[int, int]:
