@@ -102,6 +102,11 @@ class Dealer:
         self.stream.tick(time.monotonic())
         self._flush()
 
+    def ask(self) -> None:
+        """Request an acknowledgement; a connection that is lost then shows within ZeroMQ's heartbeat timeout."""
+        self.stream.ask(time.monotonic())
+        self._flush()
+
     def receive(self, most: int = 64) -> Iterator[Frames | ChannelError]:
         """Yield at most `most` received messages, with an error in place of an invalid one."""
         self._check_monitor()

@@ -553,6 +553,21 @@ class StepEngine:
             # A bucket of the current step may have been submitted already; its gradient then goes into the next step.
             return self.next_step + (2 if self._claims.begun else 1)
 
+    def sent_elsewhere(self, weight: float) -> None:
+        """Stop counting a gradient here that is sent to another rank, which counts it from there on.
+
+        Under the lock, as the tensors' thread counts late gradients that this rank takes over at the same time.
+        """
+        with self.lock:
+            self.counters.produced_weight -= weight
+
+    def not_taken(self, weight: float, gradients: int) -> None:
+        """Count gradients as dropped that were sent to a rank which has not answered."""
+        with self.lock:
+            self.counters.produced_weight += weight
+            self.counters.dropped_weight += weight
+            self.counters.drops += gradients
+
     def adopt_plan(self, plan: Plan) -> None:
         """Adopt the plan of this id, since servers have changed their rule during the mode."""
         with self.lock:

@@ -136,8 +136,9 @@ class LocalSteps:
             engine.keep_late([bucket.flat.clone() for bucket in engine.applier.buckets], engine.step)
             return None
         self.take_over()
-        for bucket in engine.applier.buckets:
-            engine.counters.applied_weight += self._fold(bucket, weight) / len(engine.applier.buckets)
+        applied = sum(self._fold(bucket, weight) for bucket in engine.applier.buckets) / len(engine.applier.buckets)
+        with engine.lock:  # Another rank's late gradients may arrive and be counted now.
+            engine.counters.applied_weight += applied
         with engine.replica.writing():
             value = None if skip else engine.applier.step(None, hooks=False)  # They run around the whole of this.
         engine.counters.fresh += 1

@@ -322,16 +322,18 @@ class ServerSteps:
         """Count the outcome of this rank's own gradient; one that came after the last update is kept for the next."""
         counters = self._engine.counters
         weight = sum(float(flat[-1]) for flat in flats) / max(1, len(flats))
-        if outcome.applied:
-            counters.fresh += 1
-            counters.applied_weight += weight * (1.0 - outcome.damped)
-            counters.damped_weight += weight * outcome.damped
-            counters.max_staleness = max(counters.max_staleness, outcome.version - 1 - version)
-        elif outcome.kind == "moved":
+        if outcome.kind == "moved" and not outcome.applied:
             self._engine.keep_late([flat.clone() for flat in flats], version)
-        else:
-            counters.drops += 1
-            counters.dropped_weight += weight
+            return
+        with self._engine.lock:  # Another rank's late gradients may arrive and be counted now.
+            if outcome.applied:
+                counters.fresh += 1
+                counters.applied_weight += weight * (1.0 - outcome.damped)
+                counters.damped_weight += weight * outcome.damped
+                counters.max_staleness = max(counters.max_staleness, outcome.version - 1 - version)
+            else:
+                counters.drops += 1
+                counters.dropped_weight += weight
 
     def _write(self, outcome: Outcome, *, arriving: bool = False) -> None:
         engine = self._engine

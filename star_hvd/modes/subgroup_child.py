@@ -131,7 +131,7 @@ class ChildSteps:
         engine.streams.await_host(self._deadline_s)
         engine.counters.late += 1
         # The parent counts it as produced on its side, and counts its outcome.
-        engine.counters.produced_weight -= sum(float(flat[-1]) for flat in flats) / len(flats)
+        engine.sent_elsewhere(sum(float(flat[-1]) for flat in flats) / len(flats))
         if self._sender is not None:
             self._sender.add(flats, version)
             self._take_results(self._sender)
@@ -220,10 +220,10 @@ class ChildSteps:
         if self._sender is not None:
             unsent = self._sender.close(self._state_deadline_s)
             if unsent is not None and self._engine.failure is None:
-                self._engine.counters.produced_weight += unsent.weight
                 buckets, weights = self._engine.applier.buckets, [float(flat[-1]) for flat in unsent.flats]
                 flats = [flat.to(bucket.flat.device) for flat, bucket in zip(unsent.flats, buckets, strict=True)]
-                self._engine.keep_late(flats, unsent.version, weights=weights)
+                # It counts as taken over, since it was counted as sent.
+                self._engine.keep_late(flats, unsent.version, taken_over=True, weights=weights)
             self._count_unanswered(self._sender.unanswered)
         if self._sender is None or self._sender.ended:
             self._link.close()
@@ -231,10 +231,7 @@ class ChildSteps:
     def _count_unanswered(self, push: Sum | None) -> None:
         """Count the gradients of a failed push as dropped; if the parent did get it, the parent counts it too."""
         if push is not None:
-            counters = self._engine.counters
-            counters.produced_weight += push.weight
-            counters.dropped_weight += push.weight
-            counters.drops += push.count
+            self._engine.not_taken(push.weight, push.count)
             logger.warning(
                 "rank %d: its parent %d did not answer; %d late gradients count as dropped",
                 self._engine.rank, self._link.parent, push.count,

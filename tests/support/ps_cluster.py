@@ -147,6 +147,7 @@ class Cluster:
         self.endpoints: list[Endpoint] = []
         self.clients: list[Client] = []
         self._guards: list[threading.Thread] = []
+        self.failures: list[Exception] = []  # Of restarts.
 
     def start(self, *, seed: bool = True, session: int = 0, clients: bool = True) -> None:
         """Start the servers, seed them and connect a client per rank."""
@@ -198,7 +199,11 @@ class Cluster:
         self.events.put(self.log[-1])
 
     def recover(self, index: int) -> None:
-        endpoint = self.servers[index].recover(DEADLINE_S)
+        try:
+            endpoint = self.servers[index].recover(DEADLINE_S)
+        except Exception as error:
+            self.failures.append(error)
+            raise
         for other in self.servers:
             if other is not self.servers[index]:
                 other.replace(0, self.session, index, endpoint)
@@ -223,6 +228,7 @@ class Cluster:
         for guard in list(self._guards):
             guard.join(DEADLINE_S)
             assert not guard.is_alive(), "a server did not come back in time"
+        assert not self.failures, "a server could not be restarted"
 
     def wait_event(self, name: str, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
         """Return the next event of that name, discarding events before it."""

@@ -342,6 +342,9 @@ class ServerProcess:
             process.wait(_KILL_S)
         _kill(process)
         pipe.close()
+        with self._changed:
+            if self._process is process:
+                self._process = None  # Also if the system cannot end it yet: it serves nobody any more.
         if not self._stopping:
             self._report({"event": "died", "returncode": process.returncode})
 

@@ -33,6 +33,7 @@ logger = logging.getLogger("star_hvd")
 T = TypeVar("T")
 
 _POLL_MS = 500
+_ASK_S = 2.0  # Interval between requests for an acknowledgement while an answer is awaited.
 _BATCH = 1024  # Messages taken from one socket before the others are served.
 
 
@@ -119,6 +120,7 @@ class Line:
         self._requests = 0
         self._begun: Push | None = None  # A push of which buckets were sent, but which is not announced yet.
         self._unheard: set[int] = set()  # Servers that have not answered on their new connection yet.
+        self._ask_s = 0.0  # When acknowledgements are requested next.
         self._presence: str | None = None  # Last announced presence of this worker.
         self._thread = threading.Thread(target=self._run, name="star-ps-client", daemon=True)
 
@@ -248,11 +250,25 @@ class Line:
         for dealer in self._sockets:
             if dealer.next_s <= now_s:
                 dealer.tick()
+        self._look_for_lost(now_s)
         for dealer in self._sockets:
             if dealer.stream.broken is not None and not dealer.stream.replaced and not dealer.stream.ended:
                 raise ChannelError(dealer.stream.broken)
         left_s = min((dealer.next_s for dealer in self._sockets), default=math.inf) - now_s
         return _POLL_MS if left_s > 1e-3 * _POLL_MS else max(0, math.ceil(1e3 * left_s))
+
+    def _look_for_lost(self, now_s: float) -> None:
+        """Have connections show that they are lost, while an answer is awaited.
+
+        A former connection of this worker that a server takes in after the present one takes its identity, and nothing
+        the server sends arrives here any more. ZeroMQ does not notice while nothing is sent either: heartbeats are
+        still answered. What is sent stays unread, so that the connection ends and is made again.
+        """
+        push = self.push
+        if now_s >= self._ask_s and (self.reads or (push is not None and not push.answered)):
+            self._ask_s = now_s + _ASK_S
+            for dealer in self._sockets:
+                dealer.ask()
 
     def _connect(self, endpoint: Endpoint) -> Dealer:
         identity = worker_identity(self.optimizer_id, self.session, self.rank)

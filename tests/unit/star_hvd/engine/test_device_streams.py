@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from scheduler.plan.plan import Plan
 from star_hvd.config import Config
+from star_hvd.engine import step_engine
 from star_hvd.engine.device import BUCKET, COPIED, GRADIENT, HOST, KEPT, MEANS, NORM, PARAMS, SHADOW, SHADOW_READ
-from star_hvd.engine.records import Snapshot
+from star_hvd.engine.records import Counters, Snapshot
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.modes.driver import StepDriver
 from star_hvd.modes.grouped import GroupSteps
@@ -256,6 +257,40 @@ def test_a_parent_gets_whole_gradients_and_the_host_waits_with_a_deadline() -> N
     with running(HOST) as device:
         pushed_to_a_parent(device)
         assert "the host waits for the device without a deadline" in device.faults
+
+
+class GuardedCounters(Counters):
+    """Counters whose weights are changed under the engine's lock alone: other ranks' gradients arrive at any time."""
+
+    lock: Any = None
+    changes = 0
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if self.lock is not None and name.endswith("_weight"):
+            assert self.lock._is_owned(), name
+            super().__setattr__("changes", self.changes + 1)
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_weights_are_counted_under_the_lock(monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
+    made: list[StepEngine] = []
+
+    def guarded() -> Counters:
+        return GuardedCounters()
+
+    def note(engine: StepEngine, *args: Any, **options: Any) -> None:
+        init(engine, *args, **options)
+        made.append(engine)
+        engine.counters.lock = engine._mutex  # type: ignore[attr-defined]
+
+    init = StepEngine.__init__
+    monkeypatch.setattr(step_engine, "Counters", guarded)
+    monkeypatch.setattr(StepEngine, "__init__", note)
+    with running() as device:
+        pushed_to_a_parent(device, background=background)
+        fold_of_a_childs_gradient(device)
+    assert any(engine.counters.changes for engine in made)  # type: ignore[attr-defined]
 
 
 def shared_in_a_group(device: FakeDevice) -> list[float]:

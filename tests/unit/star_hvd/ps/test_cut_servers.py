@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import zmq
 
 from scheduler.plan.plan import Plan
 from star_hvd.channel import options
@@ -21,7 +22,8 @@ from star_hvd.channel.late_push import LatePushes, ParentLink
 from star_hvd.channel.late_sender import LateSender
 from star_hvd.channel.state_transfer import TensorServer, fetch
 from star_hvd.engine.records import Snapshot
-from star_hvd.ps.common.auth import Endpoint
+from star_hvd.ps.common.auth import Endpoint, connect
+from star_hvd.ps.common.identities import worker_identity
 from star_hvd.ps.worker.exchange import Reply
 from tests.support.effort import cases
 from tests.support.proxy import TO_CLIENT, TO_SERVER, Proxy
@@ -304,6 +306,30 @@ def test_a_half_open_connection_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
             all_step(made, 2, step)
         plain_steps(made, 4, 2)
         assert_equal_state(made)
+
+
+def test_a_former_connection_that_arrives_late_does_not_cut_a_worker_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server takes it in after the present one, which then gets nothing: its heartbeats are still answered."""
+    monkeypatch.setattr(options, "HEARTBEAT_INTERVAL_MS", 200)
+    monkeypatch.setattr(options, "HEARTBEAT_TIMEOUT_MS", 1500)
+    replies: list[Reply] = []
+    context: zmq.Context[Any] = zmq.Context()
+    with cut_cluster(Plan.ps(2, 2), servers=2) as made:
+        all_step(made, 2, 0)
+        waiting = threading.Thread(target=lambda: replies.append(one_step(made, 0, 1, 1)), daemon=True)
+        waiting.start()
+        time.sleep(0.5)  # All that it has sent is acknowledged.
+        late = connect(context, made.key, made.endpoints[1], worker_identity(0, made.session, 0))
+        connected = late.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        assert connected.poll(BLOCKED_S * 1e3)
+        time.sleep(0.2)
+        late.disable_monitor()
+        late.close(linger=0)
+        time.sleep(0.2)
+        assert one_step(made, 1, 1, 1).version == 2
+        waiting.join(BLOCKED_S)
+        assert [reply.version for reply in replies] == [2]
+    context.destroy(linger=0)
 
 
 def test_a_server_that_stands_still_is_replaced_and_nothing_is_lost() -> None:
