@@ -187,8 +187,10 @@ def point_metric(event: Mapping[str, Any], began_unix_s: float) -> Iterator[Metr
 
 
 def metric_name(name: str) -> str:
-    """Return `name` with characters that MLflow does not accept replaced, at most 250 characters."""
-    return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII).strip("/. ")[:250] or "_"
+    """Return `name` as a name that MLflow accepts: its characters, no path that means another one, at most 250 long."""
+    # One rejected name would keep the whole run from being sent.
+    parts = (part.strip(". ") for part in re.sub(r"[^\w\-. /]", "_", name).split("/"))
+    return "/".join(part for part in parts if part)[:250].strip("/. ") or "_"
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

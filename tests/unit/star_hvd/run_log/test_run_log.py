@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import posixpath
 import subprocess
 import sys
 import threading
@@ -341,6 +342,21 @@ def test_facts_are_flat_and_short() -> None:
     found = flat({"a": {"b": 1, "c": [1, 2]}, "d": None, "e": "x" * 9000, "we:ird": 3})
     assert found == {"a.b": "1", "a.c": "1,2", "e": "x" * 500, "we_ird": "3"}
     assert metric_name("../../etc") == "etc"
+
+
+def test_names_of_metrics_are_normalized_paths_and_keep_their_letters() -> None:
+    assert metric_name("train//loss") == "train/loss" and metric_name("a/./b") == "a/b"
+    assert metric_name("val/../acc") == "val/acc" and metric_name("x" * 249 + "/y") == "x" * 249
+    assert metric_name("précision") == "précision" and metric_name("精度") != metric_name("損失")
+    assert metric_name("a:b") == "a_b" and metric_name("/ . /") == metric_name("") == "_"
+
+
+@given(st.text("a./ é精", max_size=12) | st.builds(lambda a, b: "a" * a + b, st.integers(240, 252), st.text("a./ é精")))
+def test_mlflow_accepts_names_of_metrics(name: str) -> None:
+    found = metric_name(name)
+    assert posixpath.normpath(found) == found and found not in (".", "")
+    assert not found.startswith(("/", "..")) and len(found) <= 250
+    assert metric_name(found) == found
 
 
 def test_facts_of_a_job() -> None:
