@@ -18,6 +18,7 @@ import json
 import math
 import os
 import secrets
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "RunLock",
     "clean",
     "default_root",
+    "draft_of",
     "enabled",
     "experiment_name",
     "is_live",
@@ -146,17 +148,33 @@ def write_json(path: Path, values: dict[str, Any], *, replace: bool = True) -> N
     Raises:
         OSError: The disk is full, for example; an existing file is unchanged.
     """
-    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    draft, text = draft_of(path), json.dumps(clean(values), indent=1) + "\n"
     try:
-        draft.write_text(json.dumps(clean(values), indent=1) + "\n", encoding="utf-8")
+        draft.write_text(text, encoding="utf-8")
         if replace:
             draft.replace(path)
         else:
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
+            _publish(draft, path, text)
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
+
+
+def draft_of(path: Path) -> Path:
+    """Return a new name beside `path`. In containers, ranks that share the folder may have equal process ids."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}")
+
+
+def _publish(draft: Path, path: Path, text: str) -> None:
+    """Make the contents of `draft` appear as `path` unless that exists."""
+    with contextlib.suppress(FileExistsError):
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            raise
+        except OSError:  # The file system has no hard links. A reader may see the file before it has its contents.
+            with path.open("x", encoding="utf-8") as file:
+                file.write(text)
 
 
 class RunLock:

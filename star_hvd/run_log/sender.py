@@ -43,7 +43,7 @@ def make_database(path: Path, open_client: Callable[[str], Any]) -> None:
     """Create MLflow's SQLite file atomically: a file whose first migration was killed can no longer be opened."""
     if path.exists() or not path.parent.is_dir():
         return
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft = layout.draft_of(path.with_name(f".{path.name}"))
     try:
         open_client(f"{_SQLITE}{draft}").search_experiments(max_results=1)
         with contextlib.suppress(OSError):  # It exists by now, or the file system has no links and MLflow creates it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import html
 import itertools
 import json
@@ -87,6 +88,39 @@ def test_only_rank_0_says_what_the_run_is(tmp_path: Path) -> None:
     assert layout.read_json(log.directory / "run.json")["home"] is True
     for one in (other, log, third):
         one.close()
+
+
+def test_drafts_of_equal_process_ids_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks in containers may share a folder and have the same process id."""
+    monkeypatch.setattr(os, "getpid", lambda: 7)
+    path = tmp_path / "run.json"
+    assert layout.draft_of(path) != layout.draft_of(path)
+    replace, drafts = Path.replace, list[str]()
+
+    def seen(draft: Path, target: Path) -> Path:
+        drafts.append(draft.name)
+        return replace(draft, target)
+
+    monkeypatch.setattr(Path, "replace", seen)
+    for number in range(2):
+        layout.write_json(path, {"number": number})
+    assert len(set(drafts)) == 2 and [one.name for one in tmp_path.iterdir()] == ["run.json"]
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOTSUP])
+def test_a_file_is_made_once_where_there_are_no_hard_links(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refused(draft: Path, target: Path) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "link", refused)
+    path = tmp_path / "run.json"
+    for number in range(2):
+        layout.write_json(path, {"number": number}, replace=False)
+        assert layout.read_json(path) == {"number": 0}, "what is there stays"
+    assert [one.name for one in tmp_path.iterdir()] == ["run.json"]
+    assert _log(tmp_path, rank=1).enabled
 
 
 def test_switched_off_it_does_nothing(tmp_path: Path) -> None:
