@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import math
@@ -49,6 +50,8 @@ SCHEMA = 1
 
 EVENTS, RUN, SENT = "events.jsonl", "run.json", "sent.json"
 _MOST_UNIX_S = 1e11
+_QUIET_S = 60.0  # Without locks, a run whose files are unchanged for so long has ended. Windows come every second.
+_TAIL_BYTES = 4096  # Longer than an end event.
 _LIVE, _SENDING = "live.lock", "sending.lock"
 
 
@@ -186,25 +189,35 @@ class RunLock:
         directory: The run's folder.
         sending: Whether it is the exclusive lock for sending the run to MLflow, rather than the one shared by the
             ranks that write it.
+
+    Attributes:
+        supported: False once the file system turned out to have no locks.
     """
 
     def __init__(self, directory: Path, *, sending: bool = False) -> None:
         self._path = directory / (_SENDING if sending else _LIVE)
         self._how = fcntl.LOCK_EX if sending else fcntl.LOCK_SH
         self._fd: int | None = None
+        self.supported = True
 
     def take(self, *, alone: bool = False) -> bool:
         """Take the lock without blocking; with `alone`, exclusively.
 
         Returns:
-            False if another process holds it or the file system has no locks.
+            False if another process holds it. True if the file system has no locks: nothing would ever be sent there
+            otherwise, and sending twice changes nothing.
+
+        Raises:
+            OSError: The lock's file cannot be opened: the file system is read-only, for example.
         """
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             fcntl.lockf(self._fd, (fcntl.LOCK_EX if alone else self._how) | fcntl.LOCK_NB)
-        except OSError:
-            self.free()
-            return False
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                self.free()
+                return False
+            self.supported = False
         return True
 
     def free(self) -> None:
@@ -215,10 +228,34 @@ class RunLock:
 
 
 def is_live(directory: Path) -> bool:
-    """Whether another process of this host still writes the run. Must not be called by a writer itself."""
+    """Whether another process of this host still writes the run. Must not be called by a writer itself.
+
+    On a file system without locks, whether it looks so.
+
+    Raises:
+        OSError: The lock's file cannot be opened.
+    """
     if not (directory / _LIVE).exists():
         return False
     lock = RunLock(directory)
     taken = lock.take(alone=True)
     lock.free()
-    return not taken
+    return not taken if lock.supported else _looks_live(directory)
+
+
+def _looks_live(directory: Path) -> bool:
+    """Whether a file of the run was written lately and has no end event; the job's file decides if there is one."""
+    events = directory / EVENTS
+    return any(_looks_open(path) for path in ([events] if events.exists() else directory.glob("rank*.jsonl")))
+
+
+def _looks_open(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            file.seek(max(0, stat.st_size - _TAIL_BYTES))
+            last = file.read().rstrip(b"\n").rpartition(b"\n")[2]
+    except OSError:
+        return False
+    ended = (read_mapping(last) or {}).get("kind") == "end"
+    return not ended and time.time() - stat.st_mtime < _QUIET_S

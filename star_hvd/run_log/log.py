@@ -212,7 +212,8 @@ class RunLog:
                 "home": self._rank == 0,
             }
             layout.write_json(self.directory / layout.RUN, about, replace=self._rank == 0)
-            self._lock.take()
+            with contextlib.suppress(OSError):  # Another user's rank on this host may have made the lock's file.
+                self._lock.take()
         except OSError as error:
             logger.warning("no run log: %s cannot be written (%s); training goes on without", self.directory, error)
             self.enabled = False

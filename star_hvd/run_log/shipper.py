@@ -66,10 +66,16 @@ class _Run:
         now_s = time.monotonic()
         self.ended_s = now_s if self.ended_s is None else self.ended_s
         # Rank 0 may end first: wait a moment for the files of this host's other ranks.
-        if layout.is_live(self.directory) and now_s < self.ended_s + _RANKS_S:
+        if now_s < self.ended_s + _RANKS_S and self._has_writers():
             return False
         self.sender.finish("KILLED")
         return True
+
+    def _has_writers(self) -> bool:
+        try:
+            return layout.is_live(self.directory)
+        except OSError:  # The lock's file is another user's.
+            return True
 
     def close(self) -> None:
         """Release the lock, so that other processes may send the run."""

@@ -45,13 +45,13 @@ def send_run(directory: Path, uri: str, again: bool) -> str:
     from star_hvd.run_log.sender import Sender
 
     name = directory.name
-    if layout.is_live(directory):
-        sys.stdout.write(f"{name}: its job is running; skipped\n")
-        return "skipped"
     lock = layout.RunLock(directory, sending=True)
     try:
         sender = Sender(directory, uri)
         if sender.complete and not again:
+            return "skipped"
+        if layout.is_live(directory):
+            sys.stdout.write(f"{name}: its job is running; skipped\n")
             return "skipped"
         if not lock.take():
             sys.stdout.write(f"{name}: another process is sending it; skipped\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import html
 import itertools
 import json
@@ -25,7 +26,7 @@ from scheduler.diagnosis.stragglers import Straggler
 from scheduler.plan.plan import Plan
 from scheduler.plan.transmission import Transmission
 from scheduler.records import RankStats, StepReport, StepTimes, Window
-from star_hvd.run_log import RunLog, figures, layout, new_run_name, run_directory, story, window_values
+from star_hvd.run_log import RunLog, figures, layout, new_run_name, run_directory, story, sync_logs, window_values
 from star_hvd.run_log.convert import RunState, flat, metric_name, window_metrics
 from star_hvd.run_log.facts import environment, optimizer_facts
 from star_hvd.run_log.page import sentence, write_page
@@ -313,6 +314,62 @@ def test_a_run_is_live_while_its_writer_is(tmp_path: Path) -> None:
     holders[1].kill()  # Even a killed one gives it back.
     holders[1].wait(120)
     assert not layout.is_live(tmp_path)
+
+
+def _refusing(code: int) -> Callable[..., None]:
+    def refused(*args: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return refused
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_without_locks_a_run_is_live_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    monkeypatch.setattr(fcntl, "lockf", _refusing(code))
+    log = _log(tmp_path, background=False)
+    assert layout.RunLock(log.directory, sending=True).take(), "a run that cannot be locked can be sent"
+    log.flush()
+    assert layout.is_live(log.directory)
+    old_s = time.time() - 100.0
+    os.utime(log.directory / "events.jsonl", (old_s, old_s))
+    assert not layout.is_live(log.directory), "its job was killed"
+    log.plan(0, Plan.sync(2), None)
+    log.flush()
+    assert layout.is_live(log.directory)
+    log.close()
+    assert not layout.is_live(log.directory)
+
+
+@pytest.mark.parametrize("code", [errno.EAGAIN, errno.EACCES])
+def test_a_lock_that_is_held_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    _log(tmp_path).close()
+    monkeypatch.setattr(fcntl, "lockf", _refusing(code))
+    folder = tmp_path / "runs" / "one"
+    assert not layout.RunLock(folder, sending=True).take() and layout.is_live(folder)
+
+
+def test_a_lock_that_cannot_be_opened_is_told_by_sync_logs_and_tolerated_by_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    open_file = os.open
+
+    def refused(path: Any, flags: int, mode: int = 0o777, **more: Any) -> int:
+        if str(path).endswith(".lock"):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return open_file(path, flags, mode, **more)
+
+    log = _log(tmp_path)
+    log.close()
+    monkeypatch.setattr(os, "open", refused)
+    assert sync_logs.send_run(log.directory, "sqlite://", again=False) == "failed"
+    assert "not sent: OSError: [Errno 30] Read-only file system" in capsys.readouterr().err
+    layout.write_json(log.directory / "sent.json", {"uri": "sqlite://", "complete": True})
+    assert sync_logs.send_run(log.directory, "sqlite://", again=False) == "skipped"
+    other = _log(tmp_path, rank=1)
+    assert other.enabled
+    other.close()
 
 
 def test_names_of_runs_are_checked(tmp_path: Path) -> None:
