@@ -157,11 +157,12 @@ class RunLog:
         Args:
             name: Name of the curve; characters that MLflow does not accept become `_`.
             value: Its value.
-            step: Global step it belongs to.
-            time_s: Seconds since this log was created; by default now.
+            step: Global step it belongs to; negative ones become 0.
+            time_s: Seconds since this log was created; by default now. Earlier times become 0.
         """
-        values = {"name": str(name), "value": float(value), "step": int(step)}
-        self._job_event("metric", values, time_s)
+        # Readers skip events with negative numbers.
+        values = {"name": str(name), "value": float(value), "step": max(0, int(step))}
+        self._job_event("metric", values, None if time_s is None else max(0.0, time_s))
 
     def since_s(self, monotonic_s: float) -> float:
         """Convert a time of `time.monotonic()` to seconds since this log was created."""

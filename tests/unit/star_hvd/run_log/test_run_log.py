@@ -81,6 +81,15 @@ def test_a_run_lands_in_files(tmp_path: Path) -> None:
     assert layout.read_json(folder / "run.json")["home"] is True
 
 
+def test_a_point_before_the_log_began_is_at_its_beginning(tmp_path: Path) -> None:
+    log = _log(tmp_path)
+    log.metric("accuracy", 0.1, -1, -3.0)
+    log.metric("accuracy", 0.2, 2, 1.5)
+    log.close("FINISHED", 5.0)
+    points = [event for event in _events(log.directory / "events.jsonl") if event["kind"] == "metric"]
+    assert [(one["value"], one["step"], one["time_s"]) for one in points] == [(0.1, 0, 0.0), (0.2, 2, 1.5)]
+
+
 def test_only_rank_0_says_what_the_run_is(tmp_path: Path) -> None:
     other = _log(tmp_path, rank=1)
     assert layout.read_json(other.directory / "run.json")["home"] is False
@@ -136,6 +145,16 @@ def test_a_folder_that_cannot_be_made_switches_it_off(tmp_path: Path) -> None:
     log = _log(tmp_path)
     assert not log.enabled
     log.step(_report(1))
+    log.close()
+
+
+def test_a_removed_current_directory_switches_it_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("STAR_LOG_DIR", raising=False)
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    log = RunLog(run_directory(new_run_name()), rank=0, world_size=2, ship=False)
+    assert not log.enabled
     log.close()
 
 
