@@ -72,7 +72,8 @@ def _commit_here() -> str:
 def _git_commit(folder: str) -> str:
     """Return the commit of a folder, empty if it is in no repository. Cached for all optimizers of a job."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5.0)
+        command = ["git", "-C", folder, "rev-parse", "HEAD"]  # Its errors may contain names that are not UTF-8.
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=5.0)
         if done.returncode == 0:
             return done.stdout.strip()
     return ""

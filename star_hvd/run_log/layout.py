@@ -100,18 +100,23 @@ def run_directories(root: Path) -> list[Path]:
 
 
 def clean(value: Any) -> Any:
-    """Return `value` as JSON types: NaN and infinity become null, unknown objects their text."""
-    if isinstance(value, bool) or value is None or isinstance(value, (int, str)):
+    """Return `value` as JSON types that readers accept: NaN and infinity become null, unknown objects their text.
+
+    A lone surrogate, which stands for a byte that is not UTF-8 in a file's name, becomes a question mark.
+    """
+    if isinstance(value, bool) or value is None or isinstance(value, int):
         return value
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): clean(item) for key, item in value.items()}
+        return {clean(str(key)): clean(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [clean(item) for item in value]
     with contextlib.suppress(Exception):
         return clean(value.item())  # Scalars of numpy and torch.
-    return str(value)
+    return clean(str(value))
 
 
 def read_json(path: Path) -> dict[str, Any]:

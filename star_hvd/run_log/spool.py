@@ -17,13 +17,15 @@ __all__ = ["SpoolWriter", "line_of", "read_events"]
 
 def line_of(event: dict[str, Any]) -> str:
     """Return an event as one line of JSON, with its newline."""
-    try:
-        return f"{_encode(event)}\n"
-    except (TypeError, ValueError):  # NaN or numpy objects: rare; this takes five times as long.
-        return f"{_encode(clean(event))}\n"
+    with contextlib.suppress(TypeError, ValueError):
+        text = _encode(event)
+        if _SURROGATE not in text:
+            return f"{text}\n"
+    return f"{_encode(clean(event))}\n"  # NaN, numpy objects, lone surrogates: rare; this takes five times as long.
 
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+_SURROGATE = "\\ud"  # As the encoder writes one, also as half of a character that is valid.
 
 
 _ROOM = {

@@ -146,13 +146,20 @@ class JobLog:
     def _run(self) -> None:
         try:
             ended = self._stop.wait(_LOOK_INTERVAL_S)  # Reading the environment must not delay the first step.
-            self._log.facts({**environment(self._hosts), "optimizer": self._optimizer})
+            self._log.facts({**self._environment(), "optimizer": self._optimizer})
             while not ended:
                 self._look()
                 ended = self._stop.wait(_LOOK_INTERVAL_S)
             self._look()
         except Exception:
             logger.exception("the run log gets no more windows; training goes on")
+
+    def _environment(self) -> dict[str, Any]:
+        try:
+            return environment(self._hosts)
+        except Exception:
+            logger.exception("the run log has no facts about this machine and program; training goes on")
+            return {}
 
     def _tell_late_facts(self) -> None:
         """Log facts that are known only some time after the start: the loader's batches, and the loaded model."""

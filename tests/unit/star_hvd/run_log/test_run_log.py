@@ -481,6 +481,22 @@ def test_facts_of_a_job() -> None:
     json.dumps(layout.clean({**facts, **found}))
 
 
+def test_arguments_and_folders_that_are_not_utf_8_cost_no_facts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--data", os.fsdecode(b"caf\xe9")])
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    (folder / ".git").write_text("no repository")
+    monkeypatch.chdir(folder)
+    log = _log(tmp_path)
+    log.facts({**environment(), os.fsdecode(b"\xe9"): "\U0001f600"})
+    log.close("FINISHED", 5.0)
+    values = [event["values"] for event in _events(log.directory / "events.jsonl") if event["kind"] == "facts"][-1]
+    assert values["program"] == "train.py --data caf?" and values["git_commit"] == ""
+    assert values["?"] == "\U0001f600", "valid characters stay"
+
+
 def test_the_page_tells_the_story(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     log, other = _log(tmp_path, clock=_seconds()), _log(tmp_path, rank=1)

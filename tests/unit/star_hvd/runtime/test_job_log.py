@@ -179,6 +179,18 @@ def test_hyperparameters_are_those_the_job_began_with(teller: StepReporter, job_
     assert _facts(job_log().end())["optimizer"]["hyper"]["lr"] == 0.4
 
 
+def test_an_environment_that_cannot_be_read_costs_only_its_facts(
+    job_log: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(hosts: Any) -> None:
+        raise RuntimeError("no /proc")
+
+    monkeypatch.setattr("star_hvd.runtime.job_log.environment", broken)
+    events = job_log().end()
+    assert "optimizer" in _facts(events) and any(event["kind"] == "window" for event in events)
+    assert "has no facts about this machine" in caplog.text
+
+
 # ---- the target -----------------------------------------------------------------------------------------------------
 
 
