@@ -241,12 +241,13 @@ class ResourceSampler:
 
 
 def gpu_identity(optimizer: Any) -> str | None:
-    """Return the UUID of the GPU that holds an optimizer's first parameter; None on a CPU."""
+    """Return the UUID of the GPU that holds an optimizer's first parameter; None on a CPU, and before torch 2.4."""
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.is_cuda:
             import torch
 
-            return str(torch.cuda.get_device_properties(param.device).uuid)
+            uuid = getattr(torch.cuda.get_device_properties(param.device), "uuid", None)
+            return None if uuid is None else str(uuid)
         return None
     return None
 

@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from star_hvd.telemetry import resources
-from star_hvd.telemetry.resources import Gpu, Resources, ResourceSampler, cgroup_directory, open_gpu, samples_in_memory
+from star_hvd.telemetry.resources import (
+    Gpu,
+    Resources,
+    ResourceSampler,
+    cgroup_directory,
+    gpu_identity,
+    open_gpu,
+    samples_in_memory,
+)
 from tests.support.threads import running
 
 
@@ -233,6 +241,14 @@ def test_a_gpu_is_found_by_uuid_or_bus_and_never_guessed() -> None:
             raise OSError("no driver")
 
     assert open_gpu("12-34", Broken()) is None
+
+
+def test_a_torch_without_uuids_has_no_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer = SimpleNamespace(param_groups=[{"params": [SimpleNamespace(is_cuda=True, device="cuda:0")]}])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(name="a GPU"))
+    assert gpu_identity(optimizer) is None, "before 2.4"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12-34"))
+    assert gpu_identity(optimizer) == "12-34"
 
 
 def test_the_thread_samples_and_ends() -> None:
