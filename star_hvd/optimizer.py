@@ -586,7 +586,10 @@ class _Methods:
         return core.driver.reporter.stats() if isinstance(core, BucketCore) else {}
 
     def timeline(self) -> list[dict[str, Any]]:
-        """Return one entry per step on rank 0: step, time_s, members, mode, folds, weight; empty on other ranks."""
+        """Return the latest steps on rank 0: step, time_s, members, mode, folds, weight; empty on other ranks.
+
+        At most 100,000, fewer with more than 250 ranks. Entries may share their lists of members.
+        """
         core = self._star.core
         return list(core.driver.reporter.timeline) if isinstance(core, BucketCore) else []
 

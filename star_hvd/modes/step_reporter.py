@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import time
@@ -29,6 +30,8 @@ logger = logging.getLogger("star_hvd")
 _NO_TIMES = StepTimes(0.0)
 _FIRST_ARRIVALS = 8  # All of these are reported at once.
 _LATEST = 8  # Number of updates in a mean for the log.
+_MOST_STEPS = 100_000  # Entries of the timeline.
+_MOST_MEMBERS = 25_000_000  # Ranks named in a timeline whose entries all differ: 200 MB.
 _SMOOTHING = 0.2  # Weight of the newest step in this rank's usual compute time.
 
 
@@ -56,7 +59,8 @@ class StepReporter:
 
     Attributes:
         log: The optimizer's run log, None before there is one.
-        timeline: One entry per step on the rank that leads it: step, time_s, members, mode, folds, weight.
+        timeline: The latest steps on the rank that leads them: step, time_s, members, mode, folds, weight. At most
+            100,000, fewer with more than 250 ranks. Equal members in succession are one list.
         mismatches: Steps after which the ranks' parameters differed.
         steps_logged: This rank's own steps that went into the run log, or would have if there were one.
         immediately: Whether some rank waits for steps to end, so that messages are not held back.
@@ -75,7 +79,8 @@ class StepReporter:
     def __init__(self, number: int, send: Send, switched: Callable[[Plan], None]) -> None:
         self.number = number
         self.log: StepLog | None = None
-        self.timeline: deque[dict[str, Any]] = deque(maxlen=100_000)
+        self.timeline: deque[dict[str, Any]] = deque(maxlen=_MOST_STEPS)
+        self._ranks: list[int] = []  # Named in the timeline; of Python's integers only those up to 256 are shared.
         self.mismatches = 0
         self.steps_logged = 0
         self.immediately = False
@@ -99,6 +104,8 @@ class StepReporter:
     def start(self, engine: StepEngine) -> None:
         """Report the steps of `engine`."""
         self.engine, self._previous = engine, engine.plan
+        world_size = engine.plan.world_size
+        self.timeline = deque(self.timeline, maxlen=min(_MOST_STEPS, max(_LATEST, _MOST_MEMBERS // world_size)))
 
     def begin_timing(self) -> None:
         """Note that the compute time of this rank's step is not known yet."""
@@ -144,12 +151,17 @@ class StepReporter:
                 {
                     "step": note["version"],
                     "time_s": time.monotonic() - self._began_s,
-                    "members": list(note["ranks"]),
+                    "members": self._shared(list(note["ranks"])),
                     "mode": self.engine.plan.label,
                     "folds": 0.0,
                     "weight": float(note["gradients"]),
                 }
             )
+
+    def _shared(self, members: list[int]) -> list[int]:
+        """Return the latest entry's list if it is equal: lists of all ranks for every step would take gigabytes."""
+        latest = self.timeline[-1].get("members") if self.timeline else None
+        return latest if latest == members else members
 
     def update_samples(self, mode: str) -> float:
         """Return the mean samples behind the latest updates, NaN if this rank led none in `mode` yet."""
@@ -224,7 +236,9 @@ class StepReporter:
             self.on_header(header)
         if self.engine.rank != plan.members_or_all[0]:
             return
-        fresh = [rank for rank, is_fresh in enumerate(header.fresh) if is_fresh]
+        if len(self._ranks) != len(header.fresh):
+            self._ranks = list(range(len(header.fresh)))
+        fresh = self._shared(list(itertools.compress(self._ranks, header.fresh)))
         self.timeline.append(
             {
                 "step": step,

@@ -98,3 +98,22 @@ def test_of_a_step_that_may_close_early_only_the_arrival_wakes_the_threads_of_th
     reporter.on_arrive(0, 1)
     reporter.on_step_end(0, codec.read(sums.numpy()), plan, 0.0, 0)
     assert sent == [(Arrive, True), (HeaderNote, False)]
+
+
+def test_the_timeline_of_many_ranks_does_not_name_them_all_in_every_step() -> None:
+    world_size = 1000
+    plan, codec = Plan.sync(world_size), HeaderCodec(world_size, 0)
+    reporter = StepReporter(0, lambda message, urgent=True: None, lambda plan: None)
+    reporter.start(cast(Any, SimpleNamespace(rank=0, plan=plan)))
+    assert reporter.timeline.maxlen == 25_000
+    for step, missing in enumerate((None, None, 999, None)):
+        sums = torch.zeros(codec.size)
+        for rank in range(world_size):
+            part = torch.zeros(codec.size)
+            codec.write(rank, Contribution(fresh=rank != missing, own_steps=1, weight=1.0), part.numpy())
+            sums += part
+        reporter.on_step_end(step, codec.read(sums.numpy()), plan, 0.0, 0)
+    members = [entry["members"] for entry in reporter.timeline]
+    assert [len(one) for one in members] == [1000, 1000, 999, 1000] and members[0] == list(range(world_size))
+    assert members[0] is members[1]
+    assert all(one is other for one, other in zip(members[0], members[3], strict=True)), "integers are shared, too"
