@@ -157,6 +157,11 @@ class Sender:
         elif kind == "plan":
             self._end_segment(len(self.state.segments) - 2)
             self._begin_segment()
+        elif kind == "outcome":
+            # It may come after the plan that ended its segment. The open segment is sent at its end.
+            for segment in self.state.segments[:-1]:
+                if segment.outcome == event:
+                    self._end_segment(segment.index)
         elif kind == "window":
             return window_metrics(event, began_unix_s)
         elif kind == "metric":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from scheduler.plan.plan import Plan
+from scheduler.policy.switch_outcome import SwitchOutcome
 from scheduler.records import StepReport, StepTimes
 from star_hvd.run_log import RunLog, dispatch, layout, report_page, sync_logs
 from star_hvd.run_log import sender as sender_module
@@ -125,6 +127,22 @@ def test_what_a_run_contains(root: Path, store: str) -> None:
     params, *_ = runs[f"{RUN}/1"]
     assert params["label"] == "partial_1_" or params["label"] == "partial(1)"
     assert params["prediction.step_s"] == "0.1"
+
+
+def test_an_outcome_reaches_its_segment_after_the_next_plan(root: Path, store: str) -> None:
+    """The log's thread takes plans first, then outcomes."""
+    directory = root / "runs" / RUN
+    log = RunLog(directory, rank=0, world_size=2, ship=False, background=False)
+    for number in range(3):
+        log.plan(10 * number, dataclasses.replace(Plan.sync(2), plan_id=number), None)
+    measured = {"predicted": 1.2, "measured": 1.1, "steps": 10.0}
+    log.outcome(SwitchOutcome(plan_id=1, label="sync", step=20, against="sync", harmful=False, **measured))
+    log.close("FINISHED", 60.0)
+    Sender(directory, store).finish("KILLED")
+    runs = everything(root, store)
+    assert [value for _, _, value in runs[f"{RUN}/1"][2]["measured_speed"]] == [1.1]
+    assert [value for _, _, value in runs[f"{RUN}/1"][2]["steps"]] == [10.0], "sent twice, stored once"
+    assert "measured_speed" not in runs[f"{RUN}/0"][2] and "measured_speed" not in runs[f"{RUN}/2"][2]
 
 
 def test_sending_again_changes_nothing(root: Path, store: str) -> None:
