@@ -3,7 +3,7 @@
     training_logs/                  `STAR_LOG_DIR`
         mlflow.db, artifacts/       MLflow's own, unless MLFLOW_TRACKING_URI is set
         runs/<run>/                 one folder per job, the same name on all hosts
-            run.json                name, schema, start, world size; written once by every host's first rank
+            run.json                name, schema, start, world size, experiment; written once by every host's first rank
             events.jsonl            rank 0: facts, windows, plans, metrics, the end
             rank<r>.jsonl           rank r: its step reports and resource readings
             sent.json               what MLflow already has

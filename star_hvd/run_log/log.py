@@ -211,6 +211,7 @@ class RunLog:
                 "world_size": world_size,
                 "began_unix_s": self._began_unix_s,
                 "home": self._rank == 0,
+                "experiment": layout.experiment_name(),  # Another shell may send the run.
             }
             layout.write_json(self.directory / layout.RUN, about, replace=self._rank == 0)
             with contextlib.suppress(OSError):  # Another user's rank on this host may have made the lock's file.

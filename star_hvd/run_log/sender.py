@@ -60,7 +60,8 @@ class Sender:
     Args:
         directory: The run's folder.
         uri: MLflow's tracking URI.
-        experiment: The experiment the run belongs to; by default `layout.experiment_name()`.
+        experiment: The experiment the run belongs to; by default that in `run.json`, which the job had. A run that
+            MLflow already has stays where it is.
         on_progress: Called whenever MLflow has accepted something.
         batch: Most metrics in one request.
 
@@ -84,7 +85,8 @@ class Sender:
         self._about = about
         self._root = directory.parent.parent
         self._client: Any = None
-        self._named = experiment
+        noted = about.get("experiment")
+        self._named = experiment or (noted if isinstance(noted, str) and noted else layout.experiment_name())
         self._on_progress, self._batch = on_progress, batch
         self._experiment = ""
         self._offset = 0
@@ -172,11 +174,15 @@ class Sender:
         if self._client is not None:
             return
         client = connect(self.uri)
-        self._experiment = _experiment_id(client, self._named or layout.experiment_name(), self.uri, self._root)
-        self._on_progress()
         run_id = self._sent.get("run_id")
-        if run_id is not None and not _exists(client, run_id):
-            self._sent = {"uri": self._shown_uri, "segments": {}}  # Deleted in MLflow: send it again.
+        run = None if run_id is None else _active_run(client, run_id)
+        if run is None:
+            self._experiment = _experiment_id(client, self._named, self.uri, self._root)
+            if run_id is not None:
+                self._sent = {"uri": self._shown_uri, "segments": {}}  # Deleted in MLflow: send it again.
+        else:
+            self._experiment = str(run.info.experiment_id)
+        self._on_progress()
         self._client = client
         if "run_id" not in self._sent:
             tags = {"star.schema": str(layout.SCHEMA), "star.kind": "job"}
@@ -276,15 +282,17 @@ def _is_note(sent: dict[str, Any]) -> bool:
     return isinstance(segments, dict) and type(offset) is int and offset >= 0 and isinstance(run_id, str)
 
 
-def _exists(client: Any, run_id: str) -> bool:
+def _active_run(client: Any, run_id: str) -> Any:
+    """Return MLflow's run, None if it was deleted."""
     from mlflow.exceptions import MlflowException
 
     try:
-        return bool(client.get_run(run_id).info.lifecycle_stage == "active")
+        run = client.get_run(run_id)
     except MlflowException as error:
         if error.error_code != "RESOURCE_DOES_NOT_EXIST":
             raise
-        return False
+        return None
+    return run if run.info.lifecycle_stage == "active" else None
 
 
 def _experiment_id(client: Any, name: str, uri: str, root: Path) -> str:

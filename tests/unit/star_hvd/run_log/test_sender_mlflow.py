@@ -186,7 +186,8 @@ def test_a_sender_that_dies_anywhere_is_continued(
             return call
 
     monkeypatch.setattr(sender_module, "connect", lambda uri: Failing())
-    sender, failures = Sender(directory, store, batch=6), 0
+    broken = layout.experiment_name()
+    sender, failures = Sender(directory, store, experiment=broken, batch=6), 0
     for _ in range(200):
         try:
             sender.finish("KILLED")
@@ -195,7 +196,7 @@ def test_a_sender_that_dies_anywhere_is_continued(
             failures += 1
             left = calls + failures  # Ever later, so that every place is hit once.
             if failures % 2:
-                sender = Sender(directory, store, batch=6)  # The process died with it.
+                sender = Sender(directory, store, experiment=broken, batch=6)  # The process died with it.
     assert failures > 2
     sent = everything(root, store)
     assert sorted(sent) == sorted(whole)
@@ -214,6 +215,24 @@ def test_a_killed_run_is_sent_by_the_command_and_marked(
     assert everything(root, store)[RUN][3][0] == "KILLED"
     assert command_line(["sync-logs", "--logs", str(root)]) == 0
     assert "0 sent, 0 failed, 1 skipped" in capsys.readouterr().out
+
+
+def test_a_run_is_sent_to_the_experiment_of_its_job(
+    root: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment = layout.experiment_name()
+    directory = write_run(root)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", f"{experiment}-of-another-shell")
+    assert command_line(["sync-logs", "--logs", str(root)]) == 0
+    client = connect(store)
+    assert client.get_experiment_by_name(f"{experiment}-of-another-shell") is None
+    found = contents(client, client.get_experiment_by_name(experiment).experiment_id)
+    assert sorted(found) == [RUN, f"{RUN}/0", f"{RUN}/1"]
+    # A run that was begun stays where it is, with its segments.
+    layout.write_json(directory / "sent.json", {"uri": store, "run_id": found[RUN][5]})
+    Sender(directory, store, experiment=f"{experiment}-of-another-shell").finish("KILLED")
+    assert client.get_experiment_by_name(f"{experiment}-of-another-shell") is None
+    assert contents(client, client.get_experiment_by_name(experiment).experiment_id) == found
 
 
 def test_the_job_s_own_process_is_left_alone(root: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
