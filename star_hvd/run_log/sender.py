@@ -62,7 +62,7 @@ class Sender:
         uri: MLflow's tracking URI.
         experiment: The experiment the run belongs to; by default that in `run.json`, which the job had. A run that
             MLflow already has stays where it is.
-        on_progress: Called whenever MLflow has accepted something.
+        on_progress: Called whenever MLflow has accepted something, or the page has been made.
         batch: Most metrics in one request.
 
     Raises:
@@ -135,6 +135,7 @@ class Sender:
             self._log([(name, value, end_ms, self.state.last_step) for name, value in self.state.totals().items()])
             self._client.set_terminated(self._sent["run_id"], self.state.status or status, end_time=end_ms)
         self._sent["complete"] = True
+        self._sent.pop("files", None)  # If the run is sent again, its files are, too.
         self._note(self._offset)
 
     def _send_events(self) -> None:
@@ -235,6 +236,7 @@ class Sender:
         values |= flat({"prediction": plan.get("prediction") or {}})
         self._client.log_batch(run_id, params=[Param(*item) for item in list(values.items())[:100]])
         self._sent["segments"][str(segment.index)] = run_id
+        self._on_progress()
 
     def _end_segment(self, index: int) -> None:
         run_id = self._sent["segments"].get(str(index))
@@ -251,9 +253,13 @@ class Sender:
         for at in range(0, len(rows), self._batch):
             metrics = [Metric(*row) for row in rows[at : at + self._batch]]
             self._client.log_batch(run_id or self._sent["run_id"], metrics=metrics)
+            self._on_progress()
 
     def _send_files(self) -> None:
-        """Send the run's files as artifacts; a host other than rank 0's has only the files of its own ranks."""
+        """Send the run's files as artifacts; a host other than rank 0's has only the files of its own ranks.
+
+        Files that MLflow accepted before a failure are not sent again unless they have grown.
+        """
         files = sorted(self.directory.glob("rank*.jsonl"))
         if self._about.get("home"):
             files += [self.directory / name for name in (layout.RUN, layout.EVENTS)]
@@ -261,9 +267,14 @@ class Sender:
                 from star_hvd.run_log.page import write_page
 
                 files.append(write_page(self.directory, self.directory / "report.html"))
+                self._on_progress()
+        accepted = self._sent.setdefault("files", {})
         for path in files:
-            if path.exists():
+            size = path.stat().st_size if path.exists() else None
+            if size is not None and accepted.get(path.name) != size:
                 self._client.log_artifact(self._sent["run_id"], str(path), "star")
+                accepted[path.name] = size
+                self._note(self._offset)
 
     def _at_ms(self, time_s: float) -> int:
         return int(1e3 * (self._about["began_unix_s"] + time_s))
@@ -279,7 +290,8 @@ class Sender:
 def _is_note(sent: dict[str, Any]) -> bool:
     """Whether `sent.json` has the form that `Sender` writes."""
     segments, offset, run_id = sent.get("segments", {}), sent.get("offset", 0), sent.get("run_id", "")
-    return isinstance(segments, dict) and type(offset) is int and offset >= 0 and isinstance(run_id, str)
+    whole = isinstance(segments, dict) and isinstance(sent.get("files", {}), dict) and isinstance(run_id, str)
+    return whole and type(offset) is int and offset >= 0
 
 
 def _active_run(client: Any, run_id: str) -> Any:

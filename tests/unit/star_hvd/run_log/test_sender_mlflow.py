@@ -204,6 +204,53 @@ def test_a_sender_that_dies_anywhere_is_continued(
         assert sent[key][0] == whole[key][0] and sent[key][2:5] == whole[key][2:5], key
 
 
+class FileClient:
+    """MLflow's client, which refuses one file."""
+
+    def __init__(self, store: str, refused: str) -> None:
+        self.refused = refused
+        self.sent: list[str] = []
+        self._real = connect(store)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def log_artifact(self, run_id: str, path: str, place: str) -> None:
+        if Path(path).name == self.refused:
+            raise ConnectionError("gone")
+        self._real.log_artifact(run_id, path, place)
+        self.sent.append(Path(path).name)
+
+
+def test_every_accepted_file_is_progress_and_is_sent_once(
+    root: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sender's process ends after two minutes without progress."""
+    directory, client, seen = write_run(root), FileClient(store, "rank1.jsonl"), list[list[str]]()
+    monkeypatch.setattr(sender_module, "connect", lambda uri: client)
+    with pytest.raises(ConnectionError):
+        Sender(directory, store, on_progress=lambda: seen.append(client.sent[:])).finish("KILLED")
+    assert seen[-1] == ["rank0.jsonl"], "noted after the last accepted file"
+    client.refused = ""
+    Sender(directory, store, on_progress=lambda: seen.append(client.sent[:])).finish("KILLED")
+    files = ["rank0.jsonl", "rank1.jsonl", "run.json", "events.jsonl", "report.html"]
+    assert client.sent == files and all(files[:count] in seen for count in range(1, 6))
+    Sender(directory, store).finish("KILLED")
+    assert client.sent == 2 * files, "a complete run is sent again as a whole"
+
+
+def test_a_file_that_grew_is_sent_again(root: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, client = write_run(root), FileClient(store, "run.json")
+    monkeypatch.setattr(sender_module, "connect", lambda uri: client)
+    with pytest.raises(ConnectionError):
+        Sender(directory, store).finish("KILLED")
+    client.refused = ""
+    with (directory / "rank1.jsonl").open("ab") as file:
+        file.write(b'{"kind":"step"}\n')
+    Sender(directory, store).finish("KILLED")
+    assert client.sent[:4] == ["rank0.jsonl", "rank1.jsonl", "rank1.jsonl", "run.json"]
+
+
 def test_a_killed_run_is_sent_by_the_command_and_marked(
     root: Path, store: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,9 +264,7 @@ def test_a_killed_run_is_sent_by_the_command_and_marked(
     assert "0 sent, 0 failed, 1 skipped" in capsys.readouterr().out
 
 
-def test_a_run_is_sent_to_the_experiment_of_its_job(
-    root: Path, store: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_is_sent_to_the_experiment_of_its_job(root: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     experiment = layout.experiment_name()
     directory = write_run(root)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", f"{experiment}-of-another-shell")
