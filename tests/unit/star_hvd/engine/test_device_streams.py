@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -259,15 +260,30 @@ def test_a_parent_gets_whole_gradients_and_the_host_waits_with_a_deadline() -> N
         assert "the host waits for the device without a deadline" in device.faults
 
 
+def is_held(lock: threading.Condition) -> bool:
+    """Whether a thread holds the lock: another one cannot take it."""
+    found: list[bool] = []
+
+    def look() -> None:
+        found.append(lock.acquire(blocking=False))
+        if found[0]:
+            lock.release()
+
+    other = threading.Thread(target=look)
+    other.start()
+    other.join()
+    return not found[0]
+
+
 class GuardedCounters(Counters):
     """Counters whose weights are changed under the engine's lock alone: other ranks' gradients arrive at any time."""
 
-    lock: Any = None
+    lock: threading.Condition | None = None
     changes = 0
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self.lock is not None and name.endswith("_weight"):
-            assert self.lock._is_owned(), name
+            assert is_held(self.lock), name
             super().__setattr__("changes", self.changes + 1)
         super().__setattr__(name, value)
 
@@ -282,7 +298,7 @@ def test_weights_are_counted_under_the_lock(monkeypatch: pytest.MonkeyPatch, bac
     def note(engine: StepEngine, *args: Any, **options: Any) -> None:
         init(engine, *args, **options)
         made.append(engine)
-        engine.counters.lock = engine._mutex  # type: ignore[attr-defined]
+        engine.counters.lock = engine.lock  # type: ignore[attr-defined]
 
     init = StepEngine.__init__
     monkeypatch.setattr(step_engine, "Counters", guarded)
