@@ -350,8 +350,11 @@ class MicrobatchService:
         self._pools: dict[Key, MicrobatchPool] = {}
         self._last_fixed_part = math.nan  # That of the last pool that was forgotten.
         self._orders: dict[Key, tuple[MicrobatchOpen, int]] = {}  # The first message of an epoch, and its rank.
-        # By rank and loader: epochs that a rank opened while another rank is still in the previous epoch.
-        self._early: dict[tuple[int, int], MicrobatchOpen] = {}
+        self._finished: set[int] = set()
+        # By rank, loader and epoch: epochs that a rank opened while another rank is still in an older one; and those of
+        # them that the rank has left again.
+        self._early: dict[tuple[int, int, int], MicrobatchOpen] = {}
+        self._left_early: set[tuple[int, int, int]] = set()
 
     @property
     def fixed_part(self) -> float:
@@ -367,19 +370,28 @@ class MicrobatchService:
         Raises:
             ChannelError: The message is impossible.
         """
-        key = (message.loader, message.epoch)
-        before = self._pools.get((message.loader, message.epoch - 1))
-        if before is not None and not before.abandoned:
+        if self._waits(message):
             # The rank left its loop. A step of the new epoch would wait for ranks that are making a step of the old
             # epoch, and these wait for this rank. While it has no micro-batches it is inactive, and its helper
             # contributes in its place.
-            self._early[rank, message.loader] = message
-            return
+            self._early[rank, message.loader, message.epoch] = message
+        else:
+            self._admit(rank, message, now_s)
+
+    def _waits(self, message: MicrobatchOpen) -> bool:
+        """Whether a rank is still in an older epoch of the loader; it may be epochs behind the one that opens this."""
+        return any(
+            loader == message.loader and epoch < message.epoch and not pool.abandoned
+            for (loader, epoch), pool in self._pools.items()
+        )
+
+    def _admit(self, rank: int, message: MicrobatchOpen, now_s: float) -> None:
+        key = (message.loader, message.epoch)
         first, other = self._orders.setdefault(key, (message, rank))
         if dataclasses.replace(message, ahead=first.ahead, most=first.most) != first:
             self._send(rank, Lease(*key, [], True, _differs(rank, message, other, first)))
             return
-        pool = self._pools.get(key) or self._make(key, message)
+        pool = self._pools.get(key) or self._make(key, message, now_s)
         pool.layout.limit_passes(message.most)
         self._do(key, pool, pool.open(rank, message.ahead, now_s))
 
@@ -413,10 +425,30 @@ class MicrobatchService:
         for each, pool in self._pools.items():
             if key in (None, each):
                 self._do(each, pool, pool.leave(rank, now_s))
-        early, self._early = self._early, {}
-        for (other, _), message in early.items():
-            if key is not None or other != rank:  # A rank that has left opens nothing.
-                self.open(other, message, now_s)
+        if key is None:  # A rank that has left opens nothing, and no later epoch waits for it.
+            self._finished.add(rank)
+            self._forget_early(lambda each: each[0] == rank)
+        elif (rank, *key) in self._early:
+            self._left_early.add((rank, *key))
+        self._admit_early(now_s)
+
+    def _admit_early(self, now_s: float) -> None:
+        """Admit ranks to the epochs that no older one holds back any longer, older epochs first."""
+        for early in sorted(self._early, key=lambda each: (each[1:], each[0])):
+            message = self._early[early]
+            if self._waits(message):
+                continue
+            del self._early[early]
+            self._admit(early[0], message, now_s)
+            if early in self._left_early:
+                self._left_early.remove(early)
+                pool = self._pools.get(early[1:])
+                if pool is not None:
+                    self._do(early[1:], pool, pool.leave(early[0], now_s))
+
+    def _forget_early(self, gone: Callable[[tuple[int, int, int]], bool]) -> None:
+        self._early = {each: message for each, message in self._early.items() if not gone(each)}
+        self._left_early = {each for each in self._left_early if not gone(each)}
 
     def forget(self, key: Key) -> None:
         """Forget an epoch that all ranks have ended."""
@@ -424,6 +456,7 @@ class MicrobatchService:
             self._last_fixed_part = self.fixed_part
             del self._pools[key]
         self._orders.pop(key, None)
+        self._forget_early(lambda each: each[1:] == key)
 
     def tick(self, now_s: float) -> float:
         """Act on what is due; return when to call again."""
@@ -436,7 +469,7 @@ class MicrobatchService:
                 again_s = min(again_s, at_s)
         return again_s
 
-    def _make(self, key: Key, message: MicrobatchOpen) -> MicrobatchPool:
+    def _make(self, key: Key, message: MicrobatchOpen, now_s: float) -> MicrobatchPool:
         try:
             layout = StepLayout(
                 message.samples, message.batch, message.parts, self._world_size, drop_last=message.drop_last,
@@ -451,6 +484,8 @@ class MicrobatchService:
             self._orders.pop(old, None)
         pool = self._pools[key] = MicrobatchPool(layout, before.times if before is not None else None, epoch)
         pool.steals = self.steals  # Before the first rank opens it, which makes the first steps.
+        for rank in self._finished:
+            self._do(key, pool, pool.leave(rank, now_s))
         if not self.parts and message.samples:
             self.parts, self.batch = message.parts, message.batch
         return pool

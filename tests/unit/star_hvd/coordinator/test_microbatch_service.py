@@ -1,0 +1,78 @@
+"""Ranks that leave their loops over micro-batches are epochs ahead of the others; nobody waits in vain for another."""
+
+from __future__ import annotations
+
+import pytest
+
+from star_hvd.channel.messages.base import Message
+from star_hvd.channel.messages.microbatches import MicrobatchBegin, MicrobatchGrant, MicrobatchOpen, MicrobatchShares
+from star_hvd.coordinator.lease_service import MicrobatchService
+
+RANKS = 2
+
+
+class Service(MicrobatchService):
+    """With the messages it sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, Message]] = []
+        super().__init__(RANKS, lambda to, message: self.sent.append((to, message)))
+
+    def opens(self, rank: int, epoch: int) -> None:
+        self.open(rank, MicrobatchOpen(0, epoch, 64, 8, 2, False, 0, 7), 0.0)
+
+    def leaves(self, rank: int, epoch: int) -> None:
+        self.leave(rank, 0.0, (0, epoch))
+
+    def told(self, epoch: int) -> set[int]:
+        """Ranks that have got shares of an epoch."""
+        return {to for to, each in self.sent if isinstance(each, MicrobatchShares) and each.epoch == epoch}
+
+    @property
+    def held_back(self) -> int:
+        return len(self._early) + len(self._left_early)
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+def test_who_leaves_an_epoch_that_is_held_back_has_left_it(service: Service) -> None:
+    service.opens(0, 0), service.opens(1, 0)
+    for epoch in (0, 1):
+        service.leaves(0, epoch), service.opens(0, epoch + 1)
+    assert service.told(1) == service.told(2) == set(), "rank 1 is still in the first epoch"
+    service.leaves(1, 0), service.opens(1, 1)
+    assert 1 in service.told(1), "it takes the second epoch alone"
+    assert service.told(2) == set(), "and the third one waits for it"
+    service.leaves(1, 1), service.opens(1, 2)
+    assert service._pools[0, 1].abandoned and not service._pools[0, 2].abandoned
+    assert service.told(2) == {0, 1}
+    assert not service.held_back
+
+
+def test_a_finished_rank_is_not_waited_for_in_an_epoch_that_it_has_left_while_it_was_held_back(
+    service: Service,
+) -> None:
+    service.opens(0, 0), service.opens(1, 0)
+    service.leaves(0, 0), service.opens(0, 1), service.leaves(0, 1)
+    service.leave(0, 0.0)
+    assert not service.held_back
+    for epoch in (0, 1):
+        service.leaves(1, epoch), service.opens(1, epoch + 1)
+    assert service.told(2) == {1}
+    shares = next(each for _, each in service.sent if isinstance(each, MicrobatchShares) and each.epoch == 2)
+    service.begin(1, MicrobatchBegin(0, 2, 0, shares.counts[0], 0.0, shares.sizes[0]), 0.0)
+    for number, size in enumerate(shares.sizes[1:], 1):
+        service.begin(1, MicrobatchBegin(0, 2, 0, shares.counts[0] + sum(shares.sizes[:number]), 0.1, size), 0.1)
+    service.begin(1, MicrobatchBegin(0, 2, 0, -1, 0.1), 0.2)
+    assert any(isinstance(each, MicrobatchGrant) for _, each in service.sent), "it gets the other one's share too"
+
+
+def test_a_forgotten_epoch_is_held_back_no_longer(service: Service) -> None:
+    service.opens(0, 0), service.opens(1, 0)
+    service.leaves(0, 0), service.opens(0, 1), service.leaves(0, 1)
+    assert service.held_back == 2
+    service.forget((0, 1))
+    assert not service.held_back
