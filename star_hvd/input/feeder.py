@@ -141,12 +141,13 @@ class Feeder:
             except StopIteration:
                 return None
             except BaseException:
-                if on_their_way and self.in_order:
+                if on_their_way:
                     on_their_way.popleft()
                 raise
             if self._numbered:
                 self._paces_s.append(data.load_s / max(1, data.samples))
-            number = on_their_way.popleft() if self.in_order else data.number
+            oldest = on_their_way.popleft()  # Out of order it only counts: batches carry their numbers themselves.
+            number = oldest if self.in_order else data.number
             data = data.batch if self._numbered else data
             batch = begin(number)
             if batch is not None:
