@@ -10,7 +10,7 @@ from typing import Any
 from star_hvd.epochs.batches import SOON_S, Note
 from star_hvd.input.feeder import Feeder
 from star_hvd.input.lease_stock import Batch
-from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock
+from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock, in_hand_around
 from star_hvd.input.sample_order import EpochOrder
 from star_hvd.runtime.runtime import Runtime
 
@@ -34,6 +34,8 @@ class LeasedMicrobatches:
     def __init__(
         self, run: Runtime, stock: MicrobatchStock, order: EpochOrder, feeder: Feeder, steps: int, note: Note
     ) -> None:
+        self._present: MicrobatchInHand | None = None
+        self._outer: MicrobatchInHand | None = None  # Of the loop inside of which this one runs.
         self._run, self._stock, self._order, self._feeder = run, stock, order, feeder
         self._steps, self._note = steps, note
         self._loaded: collections.deque[tuple[Batch, Any]] = collections.deque()  # Possibly of later steps.
@@ -41,24 +43,58 @@ class LeasedMicrobatches:
     def __iter__(self) -> Iterator[Any]:
         ended = False
         self._feeder.begin(self._stock, self._order.indices)
+        self._begin_inside()
         try:
             yield from self._parts()
             ended = True
         finally:
             self._stock.close()
             self._feeder.end(self._stock)
-            self._run.in_hand = None
-            if not ended:  # Gradients accumulated for an abandoned step must not get into another step.
-                for driver in self._run.drivers.values():
-                    driver.forget_parts()
+            self._end_inside(ended)
+
+    def _begin_inside(self) -> None:
+        """Find the loop inside of which this one runs, and whose step goes on when this one has ended."""
+        run = self._run
+        if run.in_hand is not None:
+            run.in_hand = self._outer = in_hand_around(run.in_hand, self._stock.loader)
+            if self._outer is None:  # An abandoned loop that is not closed yet; this one has taken its place.
+                self._forget_parts()
+
+    def _end_inside(self, ended: bool) -> None:
+        run, present = self._run, self._present
+        if present is None:
+            return
+        present.over, self._present = True, None
+        if run.in_hand is not present:  # This loop was abandoned earlier, and the one now under way has its own.
+            return
+        run.in_hand = in_hand_around(self._outer, self._stock.loader)
+        # Gradients accumulated for an abandoned step must not get into another step: those of this loop, or of the
+        # outer one, if that was closed before this one.
+        if run.in_hand is None and (self._outer is not None or not ended):
+            self._forget_parts()
+
+    def _forget_parts(self) -> None:
+        for driver in self._run.drivers.values():
+            driver.forget_parts()
+
+    def _put_in_hand(self, samples: int, *, behind: bool) -> MicrobatchInHand:
+        run, outer, loader = self._run, self._outer, self._stock.loader
+        if outer is not None and run.in_hand is not None and run.in_hand.loader == outer.loader:
+            outer = self._outer = run.in_hand  # It has gone on meanwhile.
+        part = MicrobatchInHand(
+            samples, run.reference_samples, self._await_part, self._stock.own_part, behind=behind, loader=loader,
+            outer=outer,
+        )  # fmt: skip
+        run.in_hand = self._present = part
+        return part
 
     def _parts(self) -> Iterator[Any]:
         run, stock = self._run, self._stock
         first: MicrobatchInHand | None = None
-        present: MicrobatchInHand | None = None
         while self._steps:
             if not self._await_part():
-                run.end_step_of_parts()
+                if self._outer is None:  # Otherwise the outer loop is in the middle of a step.
+                    run.end_step_of_parts()
                 if not stock.next_step():
                     return
                 continue
@@ -66,11 +102,10 @@ class LeasedMicrobatches:
             data = self._load(part)
             samples = sum(stop - start for start, stop in part.spans)
             self._note(samples, time.monotonic() - began_s, 0.0)
+            present = self._present
             behind = present is not None and (present is first or present.behind) and not present.used
-            present = MicrobatchInHand(
-                samples, run.reference_samples, self._await_part, stock.own_part, behind=behind
-            )
-            first, run.in_hand = first or present, present
+            present = self._put_in_hand(samples, behind=behind)
+            first = first or present
             yield data
 
     def _await_part(self) -> bool:
@@ -82,14 +117,16 @@ class LeasedMicrobatches:
         if not stock.begun and (not stock.decided(0.0 if stock.left_out else SOON_S) or stock.went_by):
             # This rank has no part in the step, and gives no gradient unless it takes over something.
             with run.inactive("waiting for samples"):
-                steps = run.steps_begun()
+                # No step follows while this loop runs inside of a step.
+                steps = run.steps_begun() if self._outer is None else []
                 while not stock.decided(SOON_S):
                     run.client.check_wait(began_s, "micro-batches")
                 # If the step ended without this rank, its helper makes it; until then no later gradient may be given.
                 while stock.went_by and steps and run.steps_begun() == steps:
                     run.client.check_wait(began_s, "the other ranks' gradients")
                     time.sleep(_LOOK_S)
-            run.catch_up()
+            if self._outer is None:  # Otherwise the training is in the middle of a step.
+                run.catch_up()
             return not stock.went_by and self._await_part()
         found = run.client.await_microbatch(stock, run.steps_made())
         for driver in run.drivers.values():

@@ -41,7 +41,7 @@ from star_hvd.errors import StarError
 from star_hvd.input.lease_stock import Batch, Consumption
 from star_hvd.locks import ordered_condition
 
-__all__ = ["Microbatch", "MicrobatchInHand", "MicrobatchStock"]
+__all__ = ["Microbatch", "MicrobatchInHand", "MicrobatchStock", "in_hand_around"]
 
 _LATE = 1.5  # A pass that takes this many times its expected time shows that the rank has become slow.
 
@@ -411,6 +411,11 @@ class MicrobatchInHand:
         own_part: See `MicrobatchStock.own_part`; including this one.
         covered: Parameters that already have its gradient, from a pass that ran out of memory.
         behind: Whether the loop got it although no micro-batch before it in the epoch has given a gradient.
+        loader: Number of its loader.
+        outer: The micro-batch of the loop inside of which its own loop runs, as an evaluation inside a step does.
+
+    Attributes:
+        over: Whether its loop has ended.
     """
 
     def __init__(
@@ -422,8 +427,11 @@ class MicrobatchInHand:
         covered: frozenset[torch.nn.Parameter] = frozenset(),
         *,
         behind: bool = False,
+        loader: int = -1,
+        outer: MicrobatchInHand | None = None,
     ) -> None:
         self.own_part, self.covered, self.behind = own_part, covered, behind
+        self.loader, self.outer, self.over = loader, outer, False
         self._weight, self._reference, self._more = samples / reference, reference, more
         self._used = False
         self._last: bool | None = None
@@ -455,3 +463,16 @@ class MicrobatchInHand:
         if self._used:
             raise StarError("hvd.weigh was called behind backward(); call it before, for each micro-batch")
         self._weight = count / self._reference
+
+
+def in_hand_around(part: MicrobatchInHand | None, loader: int) -> MicrobatchInHand | None:
+    """Return the micro-batch of the loop inside of which one over `loader` runs, None if it runs inside of no other.
+
+    Args:
+        part: That in hand. Its loop may have ended since, or be an abandoned one over the same loader, which cannot go
+            on: then it is the one around that loop.
+        loader: Number of the loader.
+    """
+    while part is not None and (part.over or part.loader == loader):
+        part = part.outer
+    return part

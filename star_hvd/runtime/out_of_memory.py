@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from star_hvd.channel.messages.shares import MemoryLimit
-from star_hvd.input.microbatches import MicrobatchInHand
+from star_hvd.input.microbatches import MicrobatchInHand, in_hand_around
 from star_hvd.runtime.runtime import Runtime
 
 __all__ = ["Repeats", "catch_out_of_memory", "cut_batch"]
@@ -90,6 +90,7 @@ class Repeats:
         self._run, self._loader, self._steps_ended = run, loader, run.steps_ended
         waiting = deque(_Part(0, samples).cut(run.memory.failed(loader)))
         in_hand: MicrobatchInHand | None = None
+        outer = run.in_hand
         try:
             while waiting:
                 part = self._part = waiting.popleft()
@@ -98,17 +99,20 @@ class Repeats:
                     # When the step is made, all parts have been computed: it has the time of a whole batch.
                     more = lambda: bool(waiting)  # noqa: E731
                     run.in_hand = in_hand = MicrobatchInHand(
-                        part.size, run.reference_samples, more, 1.0, part.covered
+                        part.size, run.reference_samples, more, 1.0, part.covered, loader=loader, outer=outer
                     )
                 yield data if whole else load(part.start, part.stop)
                 waiting.extendleft(reversed(self._repeat))
                 self._repeat = []
         finally:
             self._part = None
+            if in_hand is not None:
+                in_hand.over = True
             # Otherwise it is of another loader, inside of whose loop this one's was.
             if in_hand is not None and run.in_hand is in_hand:
-                run.in_hand = None
-                if run.steps_ended == self._steps_ended:  # The batch made no step; no later step may contain it.
+                run.in_hand = in_hand_around(outer, loader)
+                # If the batch made no step, no later step may contain it.
+                if run.in_hand is None and run.steps_ended == self._steps_ended:
                     for driver in run.drivers.values():
                         driver.forget_parts()
 

@@ -26,28 +26,31 @@ SLOW = 4.0
 
 
 def _train(
-    mode: str, epochs: int, *, slow: bool = False, parts: int = PARTS, batch: int = BATCH, **given: Any
-) -> Any:
+    mode: str, epochs: int, *, slow: bool = False, parts: int = PARTS, batch: int = BATCH, inside: bool = False,
+    **given: Any,
+) -> Any:  # fmt: skip
     """The micro-batches that this rank had in each step, by epoch; and the parameters behind each step.
 
-    A slow rank, rank 2, takes so many times as long; at half of the epochs it is another one.
+    A slow rank, rank 2, takes so many times as long; at half of the epochs it is another one. `inside`: evaluate in
+    micro-batches too, see `_evaluate`.
     """
     net, options = make_net(), {name: value for name, value in given.items() if name == "accuracy"}
     optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode=mode, max_grad_norm=CLIP, **options)
     loading = {name: value for name, value in given.items() if name != "accuracy"}
     loader = hvd.shard(make_dataset(), batch_size=batch, seed=11, microbatches=parts, **loading)
-    evaluation = hvd.shard(make_dataset(), batch_size=200)
+    evaluation = hvd.shard(make_dataset(), **({"batch_size": 31, "microbatches": 2} if inside else {"batch_size": 200}))
     behind: list[torch.Tensor] = []
     taken: list[list[list[list[int]]]] = []
     for epoch in range(epochs):
         taken.append([[]])
         for inputs, wanted, numbers in loader:
-            if len(taken[-1]) == 3 and not taken[-1][-1]:  # A validation behind a step, and one inside of it.
-                list(evaluation)
+            first = not taken[-1][-1]
+            if first and len(taken[-1]) in ((3, 7) if inside else (3,)):  # Validations behind steps, and inside them.
+                _evaluate(evaluation, grad=epoch > 0, leave=len(taken[-1]) == 7)
             optimizer.zero_grad()
             torch.nn.functional.mse_loss(net(inputs), wanted).backward()
-            if len(taken[-1]) == 5 and not taken[-1][-1]:
-                list(evaluation)
+            if first and len(taken[-1]) in ((5, 9) if inside else (5,)):
+                _evaluate(evaluation, grad=epoch > 0, leave=len(taken[-1]) == 9)
             # By hand and of a part: without effect.
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-9)
             taken[-1][-1].append(numbers.tolist())
@@ -59,6 +62,14 @@ def _train(
                 taken[-1].append([])
         assert not taken[-1].pop()
     return optimizer, behind, taken
+
+
+def _evaluate(loader: Any, *, grad: bool, leave: bool) -> None:
+    """Go through a loader without training, or leave it behind its first batch."""
+    with torch.set_grad_enabled(grad):
+        for _ in loader:
+            if leave:
+                break
 
 
 def _compared(mode: str, epochs: int, **options: Any) -> dict[str, Any]:
@@ -107,6 +118,11 @@ def short() -> dict[str, Any]:
         "steps": optimizer.stats()["steps"],
         "own": len(behind),
     }
+
+
+def inside() -> dict[str, Any]:
+    """Evaluations in micro-batches inside of training steps, before a backward pass and behind it, some left early."""
+    return _compared("sync(steal)", 2, inside=True)
 
 
 def auto() -> dict[str, Any]:

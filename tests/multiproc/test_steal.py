@@ -71,6 +71,10 @@ def test_micro_batches_of_different_sizes_weigh_what_they_have() -> None:
     _check(_job("uneven"))
 
 
+def test_an_evaluation_in_micro_batches_inside_a_step_leaves_its_gradients_alone() -> None:
+    _check(_job("inside"))
+
+
 @pytest.mark.parametrize("scenario", ["weighed", "by_hand"])
 def test_the_gradient_is_the_mean_over_the_step(scenario: str) -> None:
     """Over its tokens; and where it is clipped by hand, which inside a step has nothing to work on."""

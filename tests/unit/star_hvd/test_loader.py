@@ -650,7 +650,7 @@ def test_a_pass_ends_when_its_device_has_computed_it_not_when_its_kernels_are_qu
         engine = SimpleNamespace(streams=Streams([bucket], device))
         timer = SimpleNamespace(add_outside=lambda seconds: None)
         driver = SimpleNamespace(engine=engine, timer=timer, forget_parts=lambda: None)
-        run: Any = SimpleNamespace(drivers={0: driver}, config=Config(), reference_samples=8.0)
+        run: Any = SimpleNamespace(drivers={0: driver}, config=Config(), reference_samples=8.0, in_hand=None)
         run.await_devices = functools.partial(Runtime.await_devices, run)
         run.steps_made = lambda: 0
         left: list[int] = []

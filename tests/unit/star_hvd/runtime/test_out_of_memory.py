@@ -15,6 +15,7 @@ import torch
 from torch.utils.data.dataloader import default_collate
 
 from scheduler.records import parse_mode
+from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.runtime.asked_plans import AskedPlans
 from star_hvd.runtime.memory_limits import MemoryLimits
 from star_hvd.runtime.out_of_memory import Repeats, catch_out_of_memory, cut_batch
@@ -77,6 +78,18 @@ def test_another_loader_s_loop_inside_leaves_the_micro_batch_in_hand_alone() -> 
     run = Run()
     run.in_hand = training = object()
     assert list(_deliver(run, Repeats(), [1, 2, 3])) == [[1, 2, 3]]
+    assert run.in_hand is training and run.forgotten == 0
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_parts_of_a_batch_inside_another_loop_leave_its_micro_batch_in_hand(whole: bool) -> None:
+    run, repeats = Run(), Repeats()
+    run.memory.lower(1, 3)
+    run.in_hand = training = MicrobatchInHand(5, 8.0, lambda: True, 1.0, loader=0)
+    parts = repeats.deliver(run, 1, 3, [1, 2, 3], lambda start, stop: list(range(start, stop)))
+    assert next(parts) == [0] and run.in_hand is not training
+    assert not whole or list(parts) == [[1, 2]]
+    parts.close()
     assert run.in_hand is training and run.forgotten == 0
 
 
