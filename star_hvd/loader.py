@@ -322,7 +322,9 @@ class ShardLoader:
         self._open = interrupted = _Interrupted(coming.epoch, stock.epoch, order.saved, len(order))
         self.lease_waits.append(0)
         try:
-            yield from LeasedMicrobatches(self._run, stock, order, self._feeder, steps, self._note)
+            yield from LeasedMicrobatches(
+                self._run, stock, order, self._feeder, steps, self._note, trains=not self._evaluates
+            )
         finally:
             interrupted.left = True
         self._open = None

@@ -29,15 +29,24 @@ class LeasedMicrobatches:
         feeder: Loads them.
         steps: Number of steps in the epoch.
         note: See `Note`.
+        trains: Whether the loop gives gradients; without, no step follows its own.
     """
 
     def __init__(
-        self, run: Runtime, stock: MicrobatchStock, order: EpochOrder, feeder: Feeder, steps: int, note: Note
+        self,
+        run: Runtime,
+        stock: MicrobatchStock,
+        order: EpochOrder,
+        feeder: Feeder,
+        steps: int,
+        note: Note,
+        *,
+        trains: bool = True,
     ) -> None:
         self._present: MicrobatchInHand | None = None
         self._outer: MicrobatchInHand | None = None  # Of the loop inside of which this one runs.
         self._run, self._stock, self._order, self._feeder = run, stock, order, feeder
-        self._steps, self._note = steps, note
+        self._steps, self._note, self._trains = steps, note, trains
         self._loaded: collections.deque[tuple[Batch, Any]] = collections.deque()  # Possibly of later steps.
 
     def __iter__(self) -> Iterator[Any]:
@@ -117,8 +126,8 @@ class LeasedMicrobatches:
         if not stock.begun and (not stock.decided(0.0 if stock.left_out else SOON_S) or stock.went_by):
             # This rank has no part in the step, and gives no gradient unless it takes over something.
             with run.inactive("waiting for samples"):
-                # No step follows while this loop runs inside of a step.
-                steps = run.steps_begun() if self._outer is None else []
+                # No step follows where nothing is trained, or where this loop runs inside of a step.
+                steps = run.steps_begun() if self._trains and self._outer is None else []
                 while not stock.decided(SOON_S):
                     run.client.check_wait(began_s, "micro-batches")
                 # If the step ended without this rank, its helper makes it; until then no later gradient may be given.

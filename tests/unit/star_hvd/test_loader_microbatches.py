@@ -158,15 +158,18 @@ def without_part(loader: int) -> MicrobatchStock:
 
 
 def test_a_rank_without_a_part_waits_for_a_step_only_if_one_follows(run: Run) -> None:
-    """None does inside of a step."""
+    """That is of a training, and not inside of a step."""
     any_run, nothing = cast(Any, run), cast(Any, SimpleNamespace(indices=None))
 
-    def whole() -> list[Any]:
+    def whole(*, trains: bool) -> list[Any]:
         feeder = cast(Any, Feeding())
-        return list(LeasedMicrobatches(any_run, without_part(1), nothing, feeder, 1, lambda *_: None))
+        return list(
+            LeasedMicrobatches(any_run, without_part(1), nothing, feeder, 1, lambda *_: None, trains=trains)
+        )
 
+    assert whole(trains=False) == []
     with pytest.raises(DeadlineError, match="the other ranks' gradients"):
-        whole()
+        whole(trains=True)
     training = loop(run, 0)
     next(training)
-    assert whole() == []
+    assert whole(trains=True) == []
