@@ -90,10 +90,10 @@ class LeasedMicrobatches:
         run, outer, loader = self._run, self._outer, self._stock.loader
         if outer is not None and run.in_hand is not None and run.in_hand.loader == outer.loader:
             outer = self._outer = run.in_hand  # It has gone on meanwhile.
+        reference = run.reference_samples or 1.0  # Unknown before the first training; an evaluation has no weights.
         part = MicrobatchInHand(
-            samples, run.reference_samples, self._await_part, self._stock.own_part, behind=behind, loader=loader,
-            outer=outer,
-        )  # fmt: skip
+            samples, reference, self._await_part, self._stock.own_part, behind=behind, loader=loader, outer=outer
+        )
         run.in_hand = self._present = part
         return part
 

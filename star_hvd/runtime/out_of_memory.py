@@ -98,8 +98,9 @@ class Repeats:
                 if not whole:
                     # When the step is made, all parts have been computed: it has the time of a whole batch.
                     more = lambda: bool(waiting)  # noqa: E731
+                    reference = run.reference_samples or 1.0  # Unknown before the first training.
                     run.in_hand = in_hand = MicrobatchInHand(
-                        part.size, run.reference_samples, more, 1.0, part.covered, loader=loader, outer=outer
+                        part.size, reference, more, 1.0, part.covered, loader=loader, outer=outer
                     )
                 yield data if whole else load(part.start, part.stop)
                 waiting.extendleft(reversed(self._repeat))

@@ -41,6 +41,8 @@ def _train(
     evaluation = hvd.shard(make_dataset(), **({"batch_size": 31, "microbatches": 2} if inside else {"batch_size": 200}))
     behind: list[torch.Tensor] = []
     taken: list[list[list[list[int]]]] = []
+    if inside:
+        _evaluate(evaluation, grad=False, leave=False)
     for epoch in range(epochs):
         taken.append([[]])
         for inputs, wanted, numbers in loader:
@@ -121,7 +123,7 @@ def short() -> dict[str, Any]:
 
 
 def inside() -> dict[str, Any]:
-    """Evaluations in micro-batches inside of training steps, before a backward pass and behind it, some left early."""
+    """Evaluations in micro-batches before the training and inside of its steps, before and behind backward passes."""
     return _compared("sync(steal)", 2, inside=True)
 
 

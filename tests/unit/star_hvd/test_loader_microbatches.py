@@ -173,3 +173,9 @@ def test_a_rank_without_a_part_waits_for_a_step_only_if_one_follows(run: Run) ->
     training = loop(run, 0)
     next(training)
     assert whole(trains=True) == []
+
+
+def test_an_evaluation_before_the_first_training_leaves_the_weights_to_it(run: Run) -> None:
+    run.reference_samples = 0.0
+    assert len(list(loop(run, 0))) == PARTS
+    assert run.reference_samples == 0.0, "the training sets it"

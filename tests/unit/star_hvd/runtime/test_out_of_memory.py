@@ -93,6 +93,14 @@ def test_parts_of_a_batch_inside_another_loop_leave_its_micro_batch_in_hand(whol
     assert run.in_hand is training and run.forgotten == 0
 
 
+def test_parts_may_come_before_the_first_training() -> None:
+    """What makes a weight of 1 is unknown then."""
+    run, repeats = Run(), Repeats()
+    run.memory.lower(0, 3)
+    run.reference_samples = 0.0
+    assert list(_deliver(run, repeats, [1, 2, 3])) == [[1], [2, 3]]
+
+
 def test_the_limit_is_sent_and_later_batches_are_cut_to_it() -> None:
     run, repeats = Run(), Repeats()
     for part in _deliver(run, repeats, list(range(20))):
