@@ -167,6 +167,7 @@ class CostPolicy:
         self._unclear: Prediction | None = None  # The same for a relaxed plan and one of another family.
         self._cold: Plan | None = None  # Best plan of the last decision, not chosen because its servers do not run yet.
         self._warm: set[int] = set()  # Ranks whose servers run or were asked to start.
+        self._started_s = -math.inf  # When the servers that were asked to start last are expected to run.
         self._sets: dict[tuple[int, ...], int] = {}  # Process sets of active plans, with the last step of their use.
 
     def decide(self, window: Window, active: Plan) -> Plan | None:
@@ -201,7 +202,7 @@ class CostPolicy:
         self._calm_since = None if stragglers else window.step if self._calm_since is None else self._calm_since
         lost_s = self._freezes.take_lost_s()
         if active.plain and (not stragglers or self.guard.holds(window.step)):
-            self.coming = self._prepared_servers(window, conditions, stragglers)
+            self._prepare(self._prepared_servers(window, conditions, stragglers), window)
             self._reset_rentals(window)
             self.last = []
             return None
@@ -241,13 +242,21 @@ class CostPolicy:
         found = bounded(_worth_hiding(found, active), conditions)
         return _as_measured(found, active, self._check.measured_s(self._factors)) if active.relaxed else found
 
-    def watch(self, window: Window, active: Plan) -> None:
-        """Record slow and frozen ranks; also called while a switch is under way and nothing is decided."""
+    def watch(self, window: Window, active: Plan, *, preparing: bool = False) -> None:
+        """Record slow and frozen ranks; also called while a switch is under way and nothing is decided.
+
+        Args:
+            window: Recent reports.
+            active: The active plan.
+            preparing: Whether another plan is being prepared: servers that start and process sets that are made delay
+                steps, which must not count as steps of the active plan.
+        """
         self._slow_since.note(window)
         typical_s = Readings.of(window).typical_s
         if not math.isnan(typical_s):
             self._freezes.note(window, active, typical_s)
-        self._check.note(window.step, window.now_s, active, frozen=self._freezes.now)
+        starting = window.now_s < self._started_s
+        self._check.note(window.step, window.now_s, active, frozen=self._freezes.now or preparing or starting)
 
     def observe(self, plan: Plan, updates: float, decrease: float, drift: float) -> None:
         """Learn the price of staleness from the loss decrease under a plan (see `StalenessPrice.observe`)."""
@@ -367,7 +376,7 @@ class CostPolicy:
             worth = best.relative < (1.0 - self._least_gain) * free.relative
             return self._go(window, best if worth else free, active, now, stragglers)
         if self._rental.lost_s >= _SOON * price_s:
-            self.coming = best.plan
+            self._prepare(best.plan, window)
         if near is not None:
             so_far_s = self._rental.lost_s
             plan = self._go(window, near, active, now, stragglers)
@@ -394,6 +403,12 @@ class CostPolicy:
             return best
         self._cold = best.plan
         return _largest_quorum([other, *ready])
+
+    def _prepare(self, plan: Plan | None, window: Window) -> None:
+        """Ask for a plan's preparation; steps are not measured while its servers start."""
+        self.coming = plan
+        if plan is not None and not self._warm.issuperset(plan.servers):
+            self._started_s = window.now_s + _COLD_S
 
     def _prepared_servers(self, window: Window, conditions: Conditions, stragglers: StragglerSummary) -> Plan | None:
         """A plan to prepare once a rank froze: another freeze needs servers, which take seconds to start."""

@@ -292,7 +292,7 @@ class OutcomeCheck:
             step: Updates so far.
             now_s: Wall time; NaN if unknown, then nothing is measured.
             active: The active plan.
-            frozen: Whether a rank is frozen.
+            frozen: Whether a rank is frozen, or something else that is not the plan's delays steps for a time.
         """
         if math.isnan(now_s):
             return

@@ -112,11 +112,18 @@ class Choice:
             self._give_predicting_up(now_s)
             return None
 
-    def watch(self, window: Window, active: Plan, now_s: float) -> None:
-        """Pass a window to the policy without a decision, so that it follows silent ranks and outcomes of switches."""
+    def watch(self, window: Window, active: Plan, now_s: float, *, preparing: bool = False) -> None:
+        """Pass a window to the policy without a decision, so that it follows silent ranks and outcomes of switches.
+
+        Args:
+            window: Recent reports.
+            active: The active plan.
+            now_s: Current time.
+            preparing: Whether another plan is being prepared.
+        """
         if self._predicting is not None:
             try:
-                self._predicting.watch(window, active)
+                self._predicting.watch(window, active, preparing=preparing)
             except Exception:
                 self._give_predicting_up(now_s)
 

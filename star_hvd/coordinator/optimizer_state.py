@@ -547,7 +547,7 @@ class OptimizerState:
         self.stragglers = self._alerts.stragglers(window, find_stragglers(window), self.machines, now_s)
         if self._switch is not None or self._is_bound or self.closing:
             if self.choice is not None:
-                self.choice.watch(window, self.active, now_s)
+                self.choice.watch(window, self.active, now_s, preparing=self._switch is not None)
             return
         if self._plan_after_load is not None and self.active.mode == "sync" and self.rule.ready:
             restored, self._plan_after_load = self._plan_after_load, None

@@ -331,6 +331,25 @@ def test_little_is_not_taken_before_the_present_plan_was_measured() -> None:
         assert found is None, "nothing could be compared afterwards"
 
 
+@pytest.mark.parametrize("warmed", [False, True])
+def test_steps_beside_a_preparation_are_no_reference(warmed: bool) -> None:
+    """Steps of `sync` take half as long again while servers start, for a switch or ahead of one."""
+    policy, calm, now_s = CostPolicy(4, ranker=_tempted), steady(4), 0.0
+    for step in range(40, 100, 4):
+        now_s += 0.4
+        policy.decide(window(calm, end=step, now_s=now_s, allowed=("sync", "ps")), SYNC)
+    if warmed:
+        policy._prepare(Plan.ps(4, 3, servers=(1,)), window(calm, end=100, now_s=now_s))
+    for step in range(104, 112 if warmed else 184, 4):
+        now_s += 0.6
+        policy.watch(window(calm, end=step, now_s=now_s), SYNC, preparing=not warmed)
+    assert policy._check.measured_s(policy._factors) == pytest.approx(0.1, rel=0.02)
+    for step in range(184, 284, 4):
+        now_s += 0.6
+        policy.watch(window(calm, end=step, now_s=now_s), SYNC)
+    assert policy._check.measured_s(policy._factors) > 0.12, "later on, slow steps are the plan's"
+
+
 # ---- measured and predicted, compared -------------------------------------------------------------------------------
 
 

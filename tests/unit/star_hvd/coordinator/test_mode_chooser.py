@@ -173,7 +173,9 @@ def test_a_stretch_under_one_plan_teaches_the_price_once_losses_are_told(monkeyp
 def test_windows_between_two_decisions_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, active = Choice(4, Config(), HOSTS, Counting()), Plan.sync(4)
     seen: list[int] = []
-    monkeypatch.setattr("scheduler.policy.cost_policy.CostPolicy.watch", lambda self, win, plan: seen.append(win.step))
+    monkeypatch.setattr(
+        "scheduler.policy.cost_policy.CostPolicy.watch", lambda self, win, plan, **_: seen.append(win.step)
+    )
     for number in range(4):
         decide(choice, window(60 + number), active, 0.1 * number)
     assert seen == [60, 61, 62, 63]
