@@ -251,6 +251,9 @@ class CostPolicy:
             preparing: Whether another plan is being prepared: servers that start and process sets that are made delay
                 steps, which must not count as steps of the active plan.
         """
+        for rental in (self._rental, self._near_rental):
+            if not rental.lost_s:
+                rental.reset(window.step)  # The first loss is that of a step; those since the last decision had none.
         self._slow_since.note(window)
         typical_s = Readings.of(window).typical_s
         if not math.isnan(typical_s):
@@ -423,8 +426,9 @@ class CostPolicy:
         if free is now or not free.relative < (1.0 - self._least_gain) * now.relative:
             self._near_rental.reset(window.step)
             return None
-        loss_s = max(just_lost_s, self._loss_s(free, now))
-        return free if self._near_rental.pays(window.step, loss_s, _SWITCH_S) else None
+        loss_s = self._loss_s(free, now)
+        once_s = max(0.0, just_lost_s - loss_s)
+        return free if self._near_rental.pays(window.step, loss_s, _SWITCH_S, once_s=once_s) else None
 
     @staticmethod
     def _loss_s(best: Prediction, now: Prediction) -> float:

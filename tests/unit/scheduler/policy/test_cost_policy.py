@@ -355,6 +355,26 @@ def test_asking_again_costs_nothing_and_rest_forgets() -> None:
         rental.pays(16, math.nan, 1.0)
 
 
+def test_what_the_latest_step_lost_is_counted_once() -> None:
+    rental = SkiRental()
+    rental.reset(10)
+    assert not rental.pays(14, 0.1, 5.0, once_s=1.0) and rental.lost_s == pytest.approx(1.4)
+    assert not rental.pays(14, 0.1, 5.0, once_s=1.0) and rental.lost_s == pytest.approx(1.4)
+
+
+def test_two_slow_reports_after_a_quiet_time_buy_no_costly_switch() -> None:
+    """Between decisions the job makes 40 steps without any loss, which the slow ones must not be multiplied by."""
+    times = steady(4)
+    policy = CostPolicy(4)
+    fields = {"rates": [1e9] * 4, "allowed": ("sync", "subgroup")}
+    assert policy.decide(window(times, end=100, **fields), Plan.sync(4)) is None
+    times[-2:, 3] *= 3.0
+    assert policy.decide(window(times, end=140, **fields), Plan.sync(4)) is None
+    lasting = steady(4, slow={3: 3.0})
+    taken = drive(policy, Plan.sync(4), [window(lasting, end=end, **fields) for end in range(141, 150)])
+    assert [plan.mode for plan in taken] == ["subgroup"], "those that follow are counted all the same"
+
+
 def job(episodes: tuple[Episode, ...], *, seed: int = 0, allowed: Sequence[str] = ("sync", "ps")) -> Scenario:
     return Scenario(
         cluster=Cluster(world_size=4, jitter=0.02),
