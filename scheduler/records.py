@@ -236,6 +236,8 @@ class Window:
         microbatches: Micro-batches of a rank in a step if `shard` cuts the batches; else 0.
         headroom: Unused capacity of every rank's host; empty if unknown.
         now_s: When the window was made, seconds on the clock of its process; NaN if unknown.
+        pause_s: Longest time since the window before in which no rank reported or waited for others, as in an
+            evaluation.
     """
 
     step: int
@@ -253,6 +255,7 @@ class Window:
     microbatches: int = 0
     headroom: tuple[Headroom, ...] = ()
     now_s: float = float("nan")
+    pause_s: float = 0.0
     _table: RankTable | None = field(default=None, init=False, repr=False, compare=False)
 
     @property

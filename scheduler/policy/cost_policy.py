@@ -94,6 +94,10 @@ _CALM_PARTIAL_STEPS = 96
 
 _CALM_LOSS = 1.1
 
+_PAUSE_S, _PAUSE_STEPS = 0.2, 3.0
+"""A time in which no rank trains is a pause of the program, such as an evaluation, if it is longer than both: seconds,
+and usual steps of the slowest rank. What `partial` leaves a straggler out for is not: the others report meanwhile."""
+
 _CLEAR, _EARLY_STEPS = 0.85, 40
 """Predicted time relative to the active plan's below which a switch does not wait for measurements of the active plan
 and a relaxed plan is left for another family, and the most steps that other switches wait for measurements."""
@@ -259,7 +263,15 @@ class CostPolicy:
         if not math.isnan(typical_s):
             self._freezes.note(window, active, typical_s)
         starting = window.now_s < self._started_s
-        self._check.note(window.step, window.now_s, active, frozen=self._freezes.now or preparing or starting)
+        disturbed = self._freezes.now or preparing or starting
+        self._check.note(window.step, window.now_s, active, frozen=disturbed, pause_s=self._pause_s(window, active))
+
+    def _pause_s(self, window: Window, active: Plan) -> float:
+        """How long all ranks did something else than training since the window before; 0 if they did not."""
+        if self._conditions is None:
+            return 0.0
+        usual_s = float(self._conditions.usual_s.max()) * _steps_per_report(active, self._conditions)
+        return window.pause_s if window.pause_s > max(_PAUSE_S, _PAUSE_STEPS * usual_s) else 0.0
 
     def observe(self, plan: Plan, updates: float, decrease: float, drift: float) -> None:
         """Learn the price of staleness from the loss decrease under a plan (see `StalenessPrice.observe`)."""

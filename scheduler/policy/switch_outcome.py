@@ -12,7 +12,8 @@ gradients counts less than one of four. Freezes are rare and long: blocks with o
 
 Updates are counted in blocks of at least a fifth of a second, since messages come in batches of a tenth. Means of
 blocks are compared, as in a Welch test, not medians: if a rank is slow in a third of the steps, a median reflects
-either none or all of it. A block counts as at most four times the plan's median block, to exclude evaluations.
+either none or all of it. Blocks in which all ranks pause at once, as for an evaluation, are left out, unless nearly
+every block has a pause. A block counts as at most four times the plan's median block.
 
 Only comparable conditions are compared. Every block keeps its normalized step time: the predicted time of an update in
 units of a typical rank's compute time, which is unchanged when all ranks become slower alike. Blocks for which it
@@ -65,7 +66,11 @@ _PREDICTED_ERROR, _PREDICTED_ROOM = 0.15, 1.05
 briefly to be measured (a switch at step 5 of a job). The error shrinks over time: a wrong return costs little and
 measures that plan."""
 
+_BATCH_S = 0.1  # Time for which messages are held back.
 _OUTLIER = 4.0
+_MOST_PAUSES = 4
+"""Excess of blocks left out over blocks kept from which on none is left out: pauses in nearly all blocks are a part of
+the plan's steps."""
 _SAME, _COMPARABLE = 1.2, 2.0  # Ratios of normalized step times.
 _ALIKE = math.log(1.5)
 """Profiles are alike while the sorted slowdowns of the slower half of the ranks agree within this factor: on a busy
@@ -242,6 +247,7 @@ class _ActivePlanStats:
     expected: _Expected | None
     blocks: deque[Block] = field(default_factory=lambda: deque(maxlen=_KEPT))
     open: tuple[float, int] | None = None  # Time and step at which the current block began.
+    pauses: int = 0  # Blocks left out for a pause, less those kept meanwhile.
     reported: bool = False
 
 
@@ -285,7 +291,7 @@ class OutcomeCheck:
             self._active.open = None  # A block across the change would be meaningless.
         self._normalized_step, self._links = normalized_step, links
 
-    def note(self, step: int, now_s: float, active: Plan, *, frozen: bool) -> None:
+    def note(self, step: int, now_s: float, active: Plan, *, frozen: bool, pause_s: float = 0.0) -> None:
         """Record the progress of training; called for every window.
 
         Args:
@@ -293,10 +299,11 @@ class OutcomeCheck:
             now_s: Wall time; NaN if unknown, then nothing is measured.
             active: The active plan.
             frozen: Whether a rank is frozen, or something else that is not the plan's delays steps for a time.
+            pause_s: Length of a pause of all ranks that ended since the last call, 0 without one.
         """
         if math.isnan(now_s):
             return
-        stats, self._last_step = self._active, step
+        stats, ended, self._last_step = self._active, step > self._last_step, step
         if stats is None or stats.plan_id != active.plan_id or step < stats.begin_step:
             stats = self._begin(step, now_s, active)
         if frozen or math.isnan(self._normalized_step):
@@ -304,13 +311,23 @@ class OutcomeCheck:
             return
         if step - stats.begin_step < _WARMUP_STEPS or now_s - stats.begin_s < _WARMUP_S:
             return
+        if not ended:
+            return  # Blocks begin and end with a step, not in a pause of which it is not known yet how long it is.
         if stats.open is None:
             stats.open = (now_s, step)
+            return
+        if pause_s and stats.pauses < _MOST_PAUSES:
+            stats.open, stats.pauses = (now_s, step), stats.pauses + 1
+            if stats.blocks and stats.blocks[-1].end_s >= now_s - pause_s - _BATCH_S:  # It ended in the pause.
+                stats.blocks.pop()
+                self._blocks[stats.label].pop()
+                stats.pauses += 1  # What that block had taken off.
             return
         began_s, first = stats.open
         if step - first >= _BLOCK_STEPS and now_s - began_s >= _BLOCK_S:
             interval_s = (now_s - began_s) / (step - first)
             block = Block(now_s, step, step - first, interval_s, self._normalized_step, self._links)
+            stats.pauses = max(0, stats.pauses - 1) if stats.pauses < _MOST_PAUSES else stats.pauses
             stats.blocks.append(block)
             self._blocks.setdefault(stats.label, deque(maxlen=_KEPT)).append(block)
             stats.open = (now_s, step)

@@ -246,7 +246,7 @@ class JobState:
 
     def _step_note(self, rank: int, message: StepNote, now_s: float) -> None:
         optimizer = self._optimizer(message.optimizer_id)
-        optimizer.step_note(rank, message)
+        optimizer.step_note(rank, message, now_s)
         pace_s = self._own_pace_s(rank)
         if optimizer.active.family in _OWN_PACE and pace_s is not None:
             # The other ranks wait for it at the end of the epoch, and its next request for samples may come too late.

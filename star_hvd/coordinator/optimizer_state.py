@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import statistics
@@ -40,7 +41,7 @@ from star_hvd.coordinator.mode_backoff import PreparationBackoff
 from star_hvd.coordinator.mode_chooser import Choice
 from star_hvd.coordinator.prewarm import Readiness
 from star_hvd.coordinator.report_trigger import SlowReportTrigger
-from star_hvd.coordinator.reports import Arrivals, History, Losses
+from star_hvd.coordinator.reports import Arrivals, History, Losses, Pauses
 from star_hvd.coordinator.set_ledger import SetLedger
 from star_hvd.coordinator.share_control import ShareControl
 from star_hvd.coordinator.switch import Switch
@@ -97,7 +98,7 @@ class OptimizerState:
             quorum_deadline_s=config.quorum_deadline_s,
         )
         self.history = History(world_size, _HISTORY if world_size <= _MANY else _HISTORY_MANY)
-        self.arrivals = Arrivals(world_size)
+        self.arrivals, self._pauses = Arrivals(world_size), Pauses(world_size)
         self.plans: list[tuple[int, Plan]] = [(0, self.active)]
         self.refused: str | None = None
         self._refused_by = -1
@@ -202,6 +203,7 @@ class OptimizerState:
         """Note that a rank's fresh gradient for its current step is ready."""
         self._acted(rank, message.plan_id, message.step)
         self._note_report(rank, message.step, message.times, late=False)
+        self._pauses.reported(rank, message.step, message.previous_wait_s, now_s)
         self.arrivals.waited(rank, message.previous_wait_s)
         if self.active.may_close:
             self.arrivals.came(rank, message.step, now_s)
@@ -219,6 +221,7 @@ class OptimizerState:
 
     def late(self, rank: int, message: Late, now_s: float) -> None:
         """Note that a rank's gradient became ready after its step was closed."""
+        self._pauses.reported(rank, message.version, 0.0, now_s)
         self.arrivals.came(rank, message.version, now_s)
         self.arrivals.waited(rank, 0.0)  # It did not wait; without this, its waits in `sync` would stay its usual ones.
         self._note_report(rank, message.version, message.times, late=True)
@@ -332,10 +335,11 @@ class OptimizerState:
         self._note_plan(message.plan_id, message.step)
         self.rule.restart(message.step, now_s)
 
-    def step_note(self, rank: int, message: StepNote) -> None:
+    def step_note(self, rank: int, message: StepNote, now_s: float) -> None:
         """Take in a rank's step in a mode without a common reduction."""
         self._acted(rank, message.plan_id, message.version)
         self._note_report(rank, message.version, message.times, late=message.staleness > 0, wait_s=message.comm_s)
+        self._pauses.reported(rank, message.version, message.comm_s, now_s)
         self.arrivals.waited(rank, message.comm_s)
         served = self.active.family in ("ps", "grouped")  # A subgroup's members report their own steps.
         if served and message.plan_id == self.active.plan_id:
@@ -542,7 +546,7 @@ class OptimizerState:
 
     def _decide(self, now_s: float) -> None:
         self.blocked.expire(now_s)
-        window = self.window(now_s)
+        window = dataclasses.replace(self.window(now_s), pause_s=self._pauses.take_longest_s())
         self._trigger.set_typical(Readings.of(window).typical_s)
         self.stragglers = self._alerts.stragglers(window, find_stragglers(window), self.machines, now_s)
         if self._switch is not None or self._is_bound or self.closing:

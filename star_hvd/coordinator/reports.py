@@ -18,7 +18,7 @@ import numpy.typing as npt
 from scheduler.records import RankTable, StepReport, StepTimes
 from scheduler.stats import lower_median
 
-__all__ = ["Arrivals", "History", "Losses"]
+__all__ = ["Arrivals", "History", "Losses", "Pauses"]
 
 _Floats = npt.NDArray[np.float64]
 _Scale = Callable[[npt.NDArray[np.int64]], tuple[_Floats, _Floats]]
@@ -233,6 +233,35 @@ class Arrivals:
     def waits_s(self) -> list[float]:
         """Return every rank's median time inside the collective, NaN if unknown; the slowest rank has the least."""
         return [statistics.median(items) if items else math.nan for items in self._wait_s]
+
+
+class Pauses:
+    """Times in which all ranks do something else than training: an evaluation, a checkpoint.
+
+    They end with the first report of a step. While the others wait for a straggler there are reports of the step, and
+    time that the reporting rank spent in communication is no pause.
+
+    Args:
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._last_s = math.inf
+        self._own_s = [math.inf] * world_size
+        self._step = -1
+        self._longest_s = 0.0
+
+    def reported(self, rank: int, step: int, wait_s: float, now_s: float) -> None:
+        """Take in the time of a report, and how long its rank waited or communicated since its report before."""
+        if step > self._step:
+            self._step = step
+            self._longest_s = max(self._longest_s, min(now_s - self._last_s, now_s - self._own_s[rank] - wait_s))
+        self._last_s = self._own_s[rank] = now_s
+
+    def take_longest_s(self) -> float:
+        """Return the longest pause that ended since the last call, the time of a usual step if there was none."""
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return longest_s
 
 
 _LOSSES_KEPT = 256

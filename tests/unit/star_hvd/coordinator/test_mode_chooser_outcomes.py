@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from scheduler.diagnosis.stragglers import find_stragglers
 from scheduler.plan.plan import Plan
+from scheduler.policy.cost_policy import CostPolicy
 from scheduler.policy.switch_outcome import SwitchOutcome
 from star_hvd import env, job_report
 from star_hvd.config import Config
 from star_hvd.coordinator.mode_chooser import Choice
+from star_hvd.coordinator.reports import Pauses
 from star_hvd.run_log import RunLog
 from star_hvd.run_log.convert import RunState
 from star_hvd.run_log.page import write_page
@@ -53,6 +56,59 @@ def test_windows_of_decisions_have_a_clock() -> None:
     job.now_s += 1.0
     job.tick()
     assert seen == [job.now_s]
+
+
+def _harmful(every: int, later_s: float, seed: int, slow_share: float = 0.0) -> bool:
+    """Whether `partial`, with steps of `later_s` and pauses of 0.3 s, is found harmful after `sync` with 50 ms.
+
+    Windows and messages come every tenth of a second; in `slow_share` of the steps of `sync` a rank is 4x slower.
+    """
+    rng, policy, pauses = np.random.default_rng(seed), CostPolicy(4), Pauses(4)
+    sync, partial = Plan.sync(4), Plan.partial(4, 3, plan_id=1)
+    now_s, tick_s, step, reported, active, waiting = 0.0, 0.1, 0, 0, sync, []
+    while step < 500:
+        step_s = (0.05 if active is sync else later_s) * float(np.exp(0.05 * rng.standard_normal()))
+        slow_s = 3.0 * step_s * float(active is sync and rng.random() < slow_share)
+        now_s += step_s + (0.3 if active is partial and step % every == 0 else 0.0)
+        waiting += [(now_s + (slow_s if rank == 3 else 0.0), rank, step) for rank in range(4)]
+        now_s, step = now_s + slow_s, step + 1
+        while tick_s < now_s:
+            for _, rank, of in sorted(one for one in waiting if one[0] <= tick_s):
+                pauses.reported(rank, of, 0.0, tick_s)
+                reported = max(reported, of)
+            waiting = [one for one in waiting if one[0] > tick_s]
+            seen = window(
+                steady(4, usual_s=0.05), end=reported, now_s=tick_s, pause_s=pauses.take_longest_s()
+            )
+            policy.decide(seen, active)
+            tick_s += 0.1
+        if step == 200:
+            active = partial
+            policy._check.expect(
+                partial, sync, predicted=1.1, over_sync=1.1, replaced_s=0.05,
+                normalized_step=policy._factors.normalized_step,
+            )  # fmt: skip
+    return any(one.harmful for one in policy.outcomes)
+
+
+def test_an_evaluation_is_no_part_of_a_plans_steps() -> None:
+    assert not any(_harmful(20, 0.05, seed) for seed in range(5))
+    assert not any(_harmful(20, 0.08, seed, slow_share=0.2) for seed in range(5)), "a straggler's time is"
+    assert all(_harmful(20, 0.06, seed) for seed in range(3))
+    assert all(_harmful(2, 0.05, seed) for seed in range(3)), "pauses of nearly every block are"
+
+
+def test_windows_of_decisions_know_pauses_of_all_ranks() -> None:
+    job, seen = Job(3), []
+    job.register(None)
+    job.engine.choice.decide = lambda window, *_: seen.append(window.pause_s)
+    for step, (pause_s, slow_s) in enumerate(((0.0, 0.0), (0.0, 0.0), (0.4, 0.0), (0.0, 0.7), (0.0, 0.0))):
+        job.now_s += 0.1 + pause_s
+        job.arrive(0, step), job.arrive(1, step)
+        job.now_s += slow_s
+        job.arrive(2, step)
+        job.tick()
+    assert seen == pytest.approx([0.0, 0.09, 0.49, 0.09, 0.09], abs=0.02)
 
 
 def test_the_run_log_and_its_page_tell_it(tmp_path: Path) -> None:
