@@ -227,7 +227,8 @@ class Window:
             travel together.
         reduced_part: Fraction of those bytes that a reduction sends, below 1 with compression.
         pushed_part: The same for a push to a server or another rank, in the smallest form that the user allows.
-        allowed: Modes this job can run now.
+        allowed: Modes that a new plan may have now.
+        blocked: Modes of which a new plan could not be prepared recently; an active plan of such a mode can go on.
         losses: Recent training losses, averaged over the ranks, oldest first; empty if the user reports none.
         loss_steps: The global steps they belong to, same length.
         batch: Samples of a rank's batch if `shard` feeds the ranks and all batches are equal; 0 without `shard`. Times
@@ -248,6 +249,7 @@ class Window:
     reduced_part: float = 1.0
     pushed_part: float = 1.0
     allowed: frozenset[str] = frozenset(MODES)
+    blocked: frozenset[str] = frozenset()
     losses: tuple[float, ...] = ()
     loss_steps: tuple[int, ...] = ()
     batch: int = 0

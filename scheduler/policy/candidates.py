@@ -134,6 +134,7 @@ def candidates(
     active: Plan | None = None,
     *,
     allowed: Collection[str] = MODES,
+    blocked: Collection[str] = (),
     hosts: Sequence[str] | None = None,
     stragglers: StragglerSummary | None = None,
     least_share: float = LEAST_SHARE,
@@ -142,9 +143,10 @@ def candidates(
 
     Args:
         conditions: Expected times, links and prices.
-        active: The active plan, always included while its mode is allowed. Other plans take its bound on staleness
+        active: The active plan, always included while its mode is allowed or blocked. Other plans take its bound on staleness
             and, in `sync`, `partial` and `subgroup`, its damping.
         allowed: Modes this job can run. `sync` is offered if no other is.
+        blocked: Modes that only the active plan may have.
         hosts: Host of every rank, to place servers.
         stragglers: Result of `summarize_stragglers`, if the caller has it.
         least_share: See `enough_ranks`.
@@ -163,7 +165,7 @@ def candidates(
         carried["damping"] = active.damping  # type: ignore[assignment]
     found: dict[tuple[object, ...], Plan] = {}
     for plan in offered:
-        if plan.mode not in allowed:
+        if plan.mode not in allowed and not (plan is active and plan.mode in blocked):
             continue
         if plan is not active and not (enough_ranks(plan, least_share) and reachable(plan, active)):
             continue

@@ -235,8 +235,8 @@ class CostPolicy:
     ) -> list[Prediction]:
         """Return the predictions of all candidates, the best first."""
         offered = candidates(
-            conditions, active, allowed=window.allowed, hosts=self._hosts, stragglers=stragglers,
-            least_share=self._least_share,
+            conditions, active, allowed=window.allowed, blocked=window.blocked, hosts=self._hosts,
+            stragglers=stragglers, least_share=self._least_share,
         )
         found = (
             rank(offered, conditions)
@@ -522,7 +522,16 @@ class CostPolicy:
                 replaced_s=self._factors.interval_s / self._factors.gain,
                 normalized_step=self._factors.normalized_step,
             )
+        else:
+            self._expect_over_sync(self._going, 1.0 / best.relative)
         return self._going
+
+    def _expect_over_sync(self, plan: Plan, speed: float) -> None:
+        """Let a plan be judged against measured steps of `sync` only: it replaces one that cannot be returned to."""
+        self._check.expect(
+            plan, Plan.sync(self.world_size), predicted=speed, over_sync=speed, replaced_s=math.inf,
+            normalized_step=math.nan,
+        )
 
     # ---- outcome of the last switch ---------------------------------------------------------------------------------
 
@@ -545,11 +554,7 @@ class CostPolicy:
         if before.plain or before.mode not in window.allowed or not reachable(before, active):
             return self._safe(active, outcome.sentence)
         back = before.replace(plan_id=active.plan_id + 1, reason=f"{outcome.sentence}: {before.label}")
-        over_sync = expected.over_sync / expected.predicted
-        self._check.expect(
-            back, Plan.sync(self.world_size), predicted=over_sync, over_sync=over_sync, replaced_s=math.inf,
-            normalized_step=math.nan,
-        )
+        self._expect_over_sync(back, expected.over_sync / expected.predicted)
         return back
 
     def _held(self, window: Window, one: Prediction, now: Prediction | None) -> bool:

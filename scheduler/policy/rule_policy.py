@@ -152,7 +152,7 @@ class RulePolicy:
         readings = Readings.of(window)
         if self.world_size < 2 or math.isnan(readings.reference_s):
             return None
-        if active.mode not in window.allowed and active.mode != "sync" and "sync" in window.allowed:
+        if active.mode not in window.allowed | window.blocked and active.mode != "sync" and "sync" in window.allowed:
             return self._sync(active, f"{active.label} can no longer run: back to {{label}}")
         found = find_stragglers(window, readings=readings)
         hard = self._note(window, found)

@@ -101,7 +101,7 @@ class Choice:
         if self._predicting is None:
             return self._rule.decide(window, active)
         alert = active.mode == "sync" and bool((Readings.of(window).run_lengths() >= _ALERT).any())
-        seen = (active.plan_id, tuple((s.rank, s.cause) for s in stragglers), len(window.allowed), alert)
+        seen = (active.plan_id, tuple((s.rank, s.cause) for s in stragglers), window.allowed, alert)
         if not self._pace.due(seen, now_s, in_sync=active.mode == "sync"):
             self.watch(window, active, now_s)
             return None

@@ -406,6 +406,7 @@ class OptimizerState:
         Args:
             now_s: Current time, needed if the policy measures the outcome of a switch with this window.
         """
+        possible = frozenset(MODES) if self._may_relax else _EXACT
         return Window(
             step=self.rule.step,
             ranks=self.history.table(
@@ -421,7 +422,8 @@ class OptimizerState:
             edge_part=self.edge_part,
             reduced_part=self.reduced_part,
             pushed_part=self.pushed_part,
-            allowed=(frozenset(MODES) if self._may_relax else _EXACT).difference(self.blocked),
+            allowed=possible.difference(self.blocked),
+            blocked=possible.intersection(self.blocked),
             batch=self.shares.state.batch if self.shares is not None and not self.equal_batches else 0,
             microbatches=0 if self.equal_batches else self.microbatches,
             headroom=tuple(self.headroom.levels()),

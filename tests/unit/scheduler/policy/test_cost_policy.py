@@ -161,6 +161,24 @@ def test_a_mode_that_cannot_run_any_more_is_left() -> None:
     assert plan.reason.startswith("ps(7) can no longer run; rank 5 computes 3.1x slower")
 
 
+def test_a_plan_in_force_outlasts_the_block_of_its_mode() -> None:
+    """Other servers could not be started; those that run go on, and no other plan of theirs is offered."""
+    policy, active = CostPolicy(8), Plan.partial(8, 7, plan_id=2)
+    for end in range(40, 80, 4):
+        blocked = window(
+            steady(8, slow={5: 3.1, 6: 3.1}), allowed=("sync",), blocked=frozenset(("partial", "ps")), end=end
+        )
+        assert policy.decide(blocked, active) is None
+    assert {p.plan.label for p in policy.last} == {"sync", "partial(7)"}
+
+
+def test_a_plan_after_one_that_cannot_run_is_judged() -> None:
+    policy = CostPolicy(8)
+    plan = policy.decide(window(steady(8, slow=SLOW), allowed=("sync", "partial"), end=40), Plan.ps(8, 7, plan_id=2))
+    assert plan is not None and policy._check._expected is not None
+    assert policy._check._expected.plan is plan and policy._check._expected.replaced.plain
+
+
 def test_hysteresis() -> None:
     """A plan that is a little better is not taken up, from either side."""
 
