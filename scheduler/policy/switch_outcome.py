@@ -54,7 +54,9 @@ __all__ = [
 _BLOCK_STEPS, _BLOCK_S = 2, 0.2
 _WARMUP_STEPS, _WARMUP_S = 3, 0.2  # Not counted after a switch: caches warm up, connections open, ranks rejoin.
 _KEPT = 64  # Blocks of each plan.
-_OLD_S, _OLD_STEPS = 120.0, 400  # Blocks older in both are ignored: the load of the machine may have changed.
+_OLD_S, _OLD_STEPS = 120.0, 400
+"""Blocks older in both are ignored, and so is the interval predicted of the replaced plan: the load of the machine, or
+the size of a step, may have changed."""
 
 _HARM = 0.05
 _ERRORS = 2.5
@@ -426,7 +428,9 @@ class OutcomeCheck:
         others = there.costs_s(self._comparable(self._blocks.get(name, ()), there.normalized_step))
         if len(others) >= _LEAST_BLOCKS:
             return name, compare(own, others, steps)
-        expected = stats.expected
+        expected, last = stats.expected, stats.blocks[-1]
+        if last.end_s - stats.begin_s > _OLD_S and last.end_step - stats.begin_step > _OLD_STEPS:
+            return None  # The prediction is as old as blocks that are ignored.
         if name == expected.replaced.label and 1.0 / _SAME <= there.normalized_step / expected.normalized_step <= _SAME:
             error = _PREDICTED_ERROR * math.sqrt(_LEAST_BLOCKS / len(own))
             return name, compare(own, [_PREDICTED_ROOM * expected.replaced_s], steps, old_error=error)

@@ -205,6 +205,16 @@ def test_the_plan_before_the_last_one_is_sync() -> None:
     assert job.harmful[0].measured == pytest.approx(0.06 / 0.09, rel=0.15)
 
 
+def test_an_old_prediction_of_the_plan_before_is_no_reference() -> None:
+    """All ranks become slower alike, long after a switch at the first steps of a job."""
+    job = Training()
+    job.expect(PARTIAL)
+    job.go(PARTIAL, 1500, 0.1)
+    assert not job.harmful
+    job.go(PARTIAL, 400, 0.2)
+    assert not job.harmful, "sync would take as much longer"
+
+
 def test_a_plan_nobody_chose_for_its_speed_is_not_judged() -> None:
     job = Training()
     job.go(SYNC, 100, 0.05)
