@@ -104,7 +104,7 @@ def _ps(plan: Plan, conditions: Conditions) -> tuple[float, float, float]:
 def _grouped(plan: Plan, conditions: Conditions) -> tuple[float, float, float]:
     groups = plan.groups or (tuple(range(conditions.world_size)),)
     cycles_s = [
-        float(conditions.times_s[:, list(group)].max(axis=1).mean()) + _beyond_s(conditions)
+        float(conditions.times_s[:, list(group)].max(axis=1).mean()) + _beyond_s(conditions) + conditions.frozen_s
         for group in groups
     ]
     size = conditions.world_size / len(groups)

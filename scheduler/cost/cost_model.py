@@ -365,7 +365,8 @@ def _group_flow(plan: Plan, conditions: Conditions, times: Array, way_s: float) 
         one_s = float(times[:, list(group)].max(axis=1).mean())
         if plan.mode == "grouped":
             rate = float(conditions.rate[group[0]])
-            one_s += ring_s(conditions, group) + way_s + 2.0 * conditions.comm_bytes / rate
+            # A freeze delays the collectives of all groups, each once in the time of a step.
+            one_s += ring_s(conditions, group) + way_s + 2.0 * conditions.comm_bytes / rate + conditions.frozen_s
         cycle.append(one_s)
     rates = 1.0 / np.array(cycle)
     stale = (rates.sum() - rates) / rates

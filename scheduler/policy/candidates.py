@@ -143,8 +143,8 @@ def candidates(
 
     Args:
         conditions: Expected times, links and prices.
-        active: The active plan, always included while its mode is allowed or blocked. Other plans take its bound on staleness
-            and, in `sync`, `partial` and `subgroup`, its damping.
+        active: The active plan, always included while its mode is allowed or blocked. Other plans take its
+            bound on staleness and, in `sync`, `partial` and `subgroup`, its damping.
         allowed: Modes this job can run. `sync` is offered if no other is.
         blocked: Modes that only the active plan may have.
         hosts: Host of every rank, to place servers.

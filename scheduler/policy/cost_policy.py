@@ -593,7 +593,8 @@ def _factors(plan: Plan, conditions: Conditions) -> CostFactors:
     """The factors that convert measurements of a plan to current conditions."""
     found, steps = predict(plan, conditions), _steps_per_report(plan, conditions)
     frozen_s = 0.0 if plan.mode == "ps" else conditions.frozen_s
-    normalized_step = (found.interval_s - frozen_s) * steps / conditions.typical_s
+    unfrozen = predict(plan, dataclasses.replace(conditions, frozen_s=0.0)) if frozen_s else found
+    normalized_step = unfrozen.interval_s * steps / conditions.typical_s
     return CostFactors(max(1e-6, found.progress) * steps, frozen_s, normalized_step, found.interval_s * steps)
 
 

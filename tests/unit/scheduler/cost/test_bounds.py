@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,10 +11,10 @@ from hypothesis import strategies as st
 
 from scheduler.cost.bounds import bounded, least_relative
 from scheduler.cost.conditions import Conditions
-from scheduler.cost.cost_model import Prediction, rank
+from scheduler.cost.cost_model import Prediction, predict, rank
 from scheduler.plan.plan import Plan
 from scheduler.policy.candidates import candidates, enough_ranks, most_left_out, reachable, summarize_stragglers
-from scheduler.policy.cost_policy import CostPolicy
+from scheduler.policy.cost_policy import CostPolicy, _factors
 from tests.support.windows import steady, window
 
 
@@ -38,6 +40,17 @@ def test_two_equal_ranks_are_not_made_31_times_faster() -> None:
         assert found.bound == pytest.approx(1.0 / found.relative)
         assert found.low <= found.relative <= found.high
     assert 1.0 / rank([Plan.subgroup(2, [0])], equal)[0].relative > 5.0, "as the model alone would have it"
+
+
+def test_a_freeze_delays_all_groups() -> None:
+    """A second in fifty steps: two groups of equal ranks lose as much of it per step of progress as `sync` does."""
+    usual = _conditions([0.1] * 4)
+    frozen = dataclasses.replace(usual, frozen_s=0.02)
+    plan = Plan.grouped(4, 2)
+    longer_s = predict(plan, frozen).interval_s - predict(plan, usual).interval_s
+    assert longer_s == pytest.approx(0.01, rel=1e-3), "an update is one of a group"
+    assert least_relative(plan, frozen, sync_s=1.0) > 1.05 * least_relative(plan, usual, sync_s=1.0)
+    assert _factors(plan, frozen).normalized_step == pytest.approx(_factors(plan, usual).normalized_step)
 
 
 def test_what_a_mode_can_give_is_left_to_it() -> None:
