@@ -203,12 +203,15 @@ class OptimizerState:
         """Note that a rank's fresh gradient for its current step is ready."""
         self._acted(rank, message.plan_id, message.step)
         self._note_report(rank, message.step, message.times, late=False)
-        self._pauses.reported(rank, message.step, message.previous_wait_s, now_s)
-        self.arrivals.waited(rank, message.previous_wait_s)
+        local = self.active.mode == "local"  # Its averagings are not timed: the wait is that of an earlier mode.
+        self._pauses.reported(rank, message.step, 0.0 if local else message.previous_wait_s, now_s)
+        if not local:
+            self.arrivals.waited(rank, message.previous_wait_s)
         if self.active.may_close:
             self.arrivals.came(rank, message.step, now_s)
         else:
-            self.arrivals.in_lockstep(rank, message.step - 1, message.previous_wait_s)
+            if not local:
+                self.arrivals.in_lockstep(rank, message.step - 1, message.previous_wait_s)
             self.links.arrived(rank, now_s)
         if self.rule.step < message.step or not self.rule.begun:
             self._alerts.waiting(now_s)

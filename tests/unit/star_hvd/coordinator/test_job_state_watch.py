@@ -371,6 +371,16 @@ def test_what_is_worth_a_look() -> None:
     assert not any(again.note(0, 0.0025) for _ in range(5)), "a millisecond or two are Horovod's cycle"
 
 
+def test_averagings_of_local_steps_repeat_no_wait_of_sync() -> None:
+    job = Job(3)
+    job.register(Plan.local(3, steps=4))
+    for step in range(8):
+        for rank in range(3):
+            job.arrive(rank, step, plan_id=int(step >= 4))
+    assert job.engine.active.mode == "local"
+    assert len(job.engine.arrivals.comm_s) == 3, "of the steps that sync has ended"
+
+
 def test_a_rank_that_is_always_late_waits_for_nobody() -> None:
     """What it waited for in `sync`, before it was left behind, is not its wait for ever."""
     job = Job()
