@@ -356,6 +356,16 @@ class Plan:
         """
         return _FAMILIES.get(self.mode, "all_ranks")
 
+    def steps_per_report(self, step_s: float) -> float:
+        """Steps of a rank per global step, which is an averaging in `local`; 1 in other modes.
+
+        Args:
+            step_s: Time of a step of the fastest rank.
+        """
+        if self.mode != "local":
+            return 1.0
+        return float(self.local_steps) or max(1.0, self.local_s / step_s)
+
     def in_background(self, default: bool | None) -> bool:
         """Whether transfers travel behind compute.
 

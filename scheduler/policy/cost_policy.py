@@ -461,7 +461,9 @@ class CostPolicy:
         """
         if self._calm_since is None:
             return False
-        calm = window.step - self._calm_since
+        calm = float(window.step - self._calm_since)
+        if self._conditions is not None:
+            calm *= _steps_per_report(active, self._conditions)
         if active.mode == "partial":
             return calm >= _CALM_PARTIAL_STEPS
         least = _CALM_STEPS if slower <= _CALM_LOSS else _CALM_PARTIAL_STEPS
@@ -670,7 +672,5 @@ def _just_lost_s(conditions: Conditions, active: Plan, plan: Plan) -> float:
 
 
 def _steps_per_report(plan: Plan, conditions: Conditions) -> float:
-    """Steps of a rank per global step: predictions are per step, and in `local` a global step is an averaging."""
-    if plan.mode != "local":
-        return 1.0
-    return float(plan.local_steps) or max(1.0, plan.local_s / float(conditions.usual_s.min()))
+    """Steps of a rank per global step; predictions are per step of a rank."""
+    return plan.steps_per_report(float(conditions.usual_s.min()))

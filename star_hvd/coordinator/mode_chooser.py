@@ -195,7 +195,8 @@ class Choice:
             return
         first, last = inside[:_SMOOTH], inside[-_SMOOTH:]
         decrease = sum(first) / len(first) - sum(last) / len(last)
-        self._predicting.observe(plan, float(window.step - began), decrease, self._drift(plan))
+        updates = (window.step - began) * plan.steps_per_report(Readings.of(window).typical_s)
+        self._predicting.observe(plan, updates, decrease, self._drift(plan))
 
     def _drift(self, plan: Plan) -> float:
         """Return the predicted drift of a plan's gradients: arrivals are measured, the parameters' movement is not."""

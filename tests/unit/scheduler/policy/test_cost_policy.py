@@ -153,6 +153,19 @@ def test_it_goes_back_when_nobody_is_slow_and_not_before() -> None:
     assert back.reason == "no rank was slow since step 144: sync"
 
 
+def test_averagings_count_as_their_steps_towards_calm() -> None:
+    def alike(offered: Sequence[Plan], _: Conditions, __: Window, ___: Plan) -> list[Prediction]:
+        return [
+            Prediction(plan=plan, relative=1.0, low=0.9, high=1.1, interval_s=0.1, progress=1.0, drift=0.0, reach=1.0)
+            for plan in offered
+        ]
+
+    policy, local = CostPolicy(8, ranker=alike), Plan.local(8, steps=4, plan_id=3)
+    taken = [policy.decide(window(steady(8), end=end), local) for end in range(40, 44)]
+    assert taken[:3] == [None] * 3 and taken[3] is not None
+    assert taken[3].reason == "no rank was slow since step 40: sync"
+
+
 def test_a_mode_that_cannot_run_any_more_is_left() -> None:
     policy = CostPolicy(8)
     only = window(steady(8, slow=SLOW), allowed=("sync", "partial"), end=40)
@@ -453,6 +466,13 @@ def test_a_freeze_without_end_is_one_freeze_however_long() -> None:
     assert dict(freezes.freezing) == {3: 1}
     freezes.note(window(steady(4), end=12050), plan, 0.1)
     assert not freezes.freezing, "it began long ago"
+
+
+def test_freezes_are_counted_per_step_of_a_rank() -> None:
+    freezes, plan = Freezes(), Plan.local(4, steps=10)
+    for step, silent in ((0, 0.0), (10, 4.0), (11, 0.0), (20, 0.0)):
+        freezes.note(window(steady(4), end=step, silent_s={1: silent}), plan, 0.1)
+    assert freezes.per_step_s == pytest.approx(0.5 * 4.0 / 200.0)
 
 
 def test_what_came_once_counts_less_and_less() -> None:

@@ -170,6 +170,18 @@ def test_a_stretch_under_one_plan_teaches_the_price_once_losses_are_told(monkeyp
     assert len(told) == 1, "a stretch is long, and under one plan"
 
 
+@pytest.mark.parametrize(("plan", "updates"), [(Plan.local(4, steps=4), 400.0), (Plan.local(4, seconds=0.6), 600.0)])
+def test_an_averaging_is_as_many_updates_as_steps(
+    plan: Plan, updates: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice, told = Choice(4, Config(policy="cost"), HOSTS), []
+    monkeypatch.setattr(choice.policy, "observe", lambda *values: told.append(values[1]))
+    falling = [2.0 - 0.01 * i for i in range(100)]
+    decide(choice, window(200), plan, 0.0)
+    decide(choice, window(300, losses=falling), plan, 10.0)
+    assert told == [pytest.approx(updates)]
+
+
 def test_windows_between_two_decisions_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     choice, active = Choice(4, Config(), HOSTS, Counting()), Plan.sync(4)
     seen: list[int] = []
