@@ -205,7 +205,9 @@ class CostPolicy:
             return back
         self._calm_since = None if stragglers else window.step if self._calm_since is None else self._calm_since
         lost_s = self._freezes.take_lost_s()
-        if active.plain and (not stragglers or self.guard.holds(window.step)):
+        if self.guard.holds(window.step):
+            window = dataclasses.replace(window, allowed=window.allowed & {"sync"})  # Its exact forms, too.
+        if active.plain and not stragglers:
             self._prepare(self._prepared_servers(window, conditions, stragglers), window)
             self._reset_rentals(window)
             self.last = []
@@ -296,7 +298,9 @@ class CostPolicy:
             return "no window was evaluated yet"
         window, active, stragglers = self._now
         if self.guard.holds(window.step):
-            return f"{self.guard.reason}: sync until step {self.guard.until_step} at least"
+            exact = self._going or active
+            label = "sync" if exact.relaxed else exact.label
+            return f"{self.guard.reason}: {label} until step {self.guard.until_step} at least"
         if stragglers is None:
             return f"not every rank has reported yet: {active.label}"
         if self._going is not None:

@@ -70,6 +70,16 @@ def test_it_is_predicted_as_the_best_shares_make_it(fixed_part: float, expected:
     assert found.drift == 0.0 and found.reach == pytest.approx(1.0, abs=0.01)
 
 
+def test_it_is_chosen_while_the_guard_of_accuracy_excludes_relaxed_modes() -> None:
+    policy, times, plan = CostPolicy(4), steady(4, slow={2: 4.0}), Plan.sync(4)
+    policy.guard.until_step, policy.guard.reason = 400, "the loss is not finite"
+    for end in range(42, 60, 4):
+        plan = policy.decide(window(times, batch=19, end=end), plan) or plan
+        assert not plan.relaxed
+    assert plan.label == "sync(balanced)"
+    assert policy.explain() == "the loss is not finite: sync(balanced) until step 400 at least"
+
+
 def test_it_is_chosen_where_only_exact_modes_are_allowed_and_left_when_the_rank_is_well() -> None:
     policy, active = CostPolicy(4), Plan.sync(4)
     for end in range(40, 80, 4):
