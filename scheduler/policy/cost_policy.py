@@ -169,6 +169,7 @@ class CostPolicy:
         self._going: Plan | None = None
         self._uncertain: Prediction | None = None  # Best plan of the last decision for which an exact mode is kept.
         self._unclear: Prediction | None = None  # The same for a relaxed plan and one of another family.
+        self._unmeasured = False  # Whether the last decision waits for measurements of the active plan.
         self._cold: Plan | None = None  # Best plan of the last decision, not chosen because its servers do not run yet.
         self._warm: set[int] = set()  # Ranks whose servers run or were asked to start.
         self._started_s = -math.inf  # When the servers that were asked to start last are expected to run.
@@ -186,6 +187,7 @@ class CostPolicy:
         self._warm.update(active.servers, self.coming.servers if self.coming is not None else ())
         self._now, self._waiting, self._going, self.coming = (window, active, None), None, None, None
         self._cold = self._uncertain = self._unclear = None
+        self._unmeasured = False
         if self.world_size < 2:
             return None
         self._sets.update(dict.fromkeys(active.sets, window.step))
@@ -319,10 +321,16 @@ class CostPolicy:
         if other is None:
             return f"{text}: sync, no other mode can run{self._beside_servers(active)}"
         speed = 1.0 / max(other.relative, 1e-9)
-        held = self._held_back(window)
-        short = " where ranks wait for processors" if self._least_gain > self._gain else ""
-        why = held or f", too little for a switch{short}"
+        why = self._held_back(window) or self._why_not(other)
         return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast{why}{self._beside_servers(active)}"
+
+    def _why_not(self, one: Prediction) -> str:
+        """Why `sync` is not left for the best other plan, if that is not held back."""
+        if self._unmeasured:
+            return "; sync is measured first, to judge the outcome"
+        if one.high >= _RISK and one.relative < 1.0 - self._least_gain:
+            return ", too uncertain for a switch"
+        return f", too little for a switch{' where ranks wait for processors' if self._least_gain > self._gain else ''}"
 
     def _kept(self) -> str:
         """`; ps(1) at 3x as fast as sync, 90 % interval 1.5-3.7, is too uncertain to give up exact steps`, or empty."""
@@ -383,6 +391,7 @@ class CostPolicy:
             return None
         best = self._sooner(best, sane, now, stragglers)
         if self._too_early(window, best, now, stragglers):
+            self._unmeasured = True
             return None
         price_s = self._price_s(conditions, active, best.plan)
         near_by = [p for p in sane if _same_family(active, p.plan)]
@@ -554,7 +563,7 @@ class CostPolicy:
         self.outcomes.append(outcome)
         if not outcome.harmful:
             return None
-        self._backoff.hold(active.mode, outcome, self._profile, window.step, window.now_s)
+        self._backoff.hold(_held_as(active), outcome, self._profile, window.step, window.now_s)
         self._reset_rentals(window)
         before = plans[outcome.against]
         if before.plain or before.mode not in window.allowed or not reachable(before, active):
@@ -566,7 +575,7 @@ class CostPolicy:
     def _held(self, window: Window, one: Prediction, now: Prediction | None) -> bool:
         """Whether a plan is held back because its mode did harm recently."""
         speed = (now.relative if now is not None else 1.0) / max(one.relative, 1e-9)
-        return self._backoff.holds(one.plan.mode, speed, self._profile, window.step, window.now_s)
+        return self._backoff.holds(_held_as(one.plan), speed, self._profile, window.step, window.now_s)
 
     def _too_early(self, window: Window, best: Prediction, now: Prediction, stragglers: StragglerSummary) -> bool:
         """Whether the gain is small and the active plan not yet measured, so that no outcome could be judged."""
@@ -584,15 +593,18 @@ class CostPolicy:
     def _was(self, active: Plan) -> str:
         """`; predicted 1.1x faster than sync, was 0.83x`, for the active plan; empty before it was measured."""
         outcome = self._outcome
-        if outcome is None or outcome.label != active.label:
+        if outcome is None or outcome.plan_id != active.plan_id:
             return ""
         return f"; predicted {outcome.predicted:.2g}x faster than {outcome.against}, was {outcome.measured:.2g}x"
 
     def _held_back(self, window: Window) -> str:
         """`; partial did harm and is excluded until step 240 at least`; empty if no mode is held back."""
-        held = self._backoff.held(window.step, window.now_s)
-        parts = [f"{mode} did harm and is excluded until step {until} at least" for mode, until in sorted(held.items())]
-        return "".join(f"; {part}" for part in parts)
+        parts = []
+        for mode, (until_step, until_s) in sorted(self._backoff.held(window.step, window.now_s).items()):
+            waits = until_step > window.step
+            left = f"until step {until_step}" if waits else f"for {until_s - window.now_s:.0f} s more"
+            parts.append(f"; {mode} did harm and is excluded {left} at least")
+        return "".join(parts)
 
 
 def _factors(plan: Plan, conditions: Conditions) -> CostFactors:
@@ -647,6 +659,11 @@ def _worth_hiding(predictions: list[Prediction], active: Plan) -> list[Predictio
         if plain is one.plan or same_plan(one.plan, active) or one.interval_s <= WORTH * without_s:
             found.append(one)
     return found
+
+
+def _held_as(plan: Plan) -> str:
+    """What is held back after harm by a plan: its mode; of the forms of `sync` only that one."""
+    return plan.label if plan.mode == "sync" else plan.mode
 
 
 def _same_family(active: Plan, plan: Plan) -> bool:

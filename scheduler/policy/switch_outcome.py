@@ -505,10 +505,10 @@ class ModeBackoff:
             return False
         return profile.alike(hold.profile) or speed < self._MORE * hold.error
 
-    def held(self, step: int, now_s: float) -> dict[str, int]:
-        """The modes that are held back now, with the earliest step of their release."""
+    def held(self, step: int, now_s: float) -> dict[str, tuple[int, float]]:
+        """The modes that are held back now, with the earliest step and time of their release."""
         return {
-            mode: hold.until_step
+            mode: (hold.until_step, hold.until_s)
             for mode, hold in self._holds.items()
             if step < hold.until_step or now_s < hold.until_s
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler.cost.cost_model import Prediction
 from scheduler.plan.plan import Plan
-from scheduler.policy.cost_policy import CostPolicy
+from scheduler.policy.cost_policy import CostPolicy, _held_as
 from scheduler.policy.switch_outcome import (
     CostFactors,
     ModeBackoff,
@@ -339,6 +340,39 @@ def test_little_is_not_taken_before_the_present_plan_was_measured() -> None:
         times = steady(8, slow={5: 1.45})
         found = policy.decide(window(times, end=step, allowed=("sync", "partial"), now_s=0.1 * step), active)
         assert found is None, "nothing could be compared afterwards"
+
+
+def test_what_is_said_of_a_wait_is_true() -> None:
+    policy, slow = CostPolicy(8, ranker=_tempted), steady(8, slow={5: 1.45})
+    allowed = ("sync", "partial")
+    policy.decide(window(slow, end=40, allowed=allowed, now_s=4.0), Plan.sync(8))
+    assert policy.explain().endswith("x as fast; sync is measured first, to judge the outcome")
+    policy._backoff.hold("partial", _bad(), SlownessProfile.of(policy._conditions, ()), 40, 4.0)
+    for end, left in ((44, "until step 240"), (244, "for 40 s more")):
+        policy.decide(window(slow, end=end, allowed=allowed, now_s=0.1 * end), Plan.sync(8))
+        assert policy.explain().endswith(f"; partial did harm and is excluded {left} at least"), policy.explain()
+
+
+def test_a_gain_that_is_uncertain_is_not_called_little() -> None:
+    def unsure(offered, conditions, win, active):  # type: ignore[no-untyped-def]
+        found = _tempted(offered, conditions, win, active)
+        found = [dataclasses.replace(p, relative=p.relative**4, high=1.4) for p in found]
+        return sorted(found, key=lambda p: p.relative)
+
+    policy = CostPolicy(8, ranker=unsure)
+    seen = window(steady(8, slow={5: 1.45}), end=40, allowed=("sync", "partial"))
+    assert policy.decide(seen, Plan.sync(8)) is None
+    assert policy.explain().endswith("is predicted 1.52x as fast, too uncertain for a switch")
+
+
+def test_an_outcome_is_that_of_one_plan_and_harm_that_of_one_form_of_sync() -> None:
+    policy = CostPolicy(4)
+    policy._outcome = _bad()
+    assert policy._was(Plan.partial(4, 2, plan_id=1)) and not policy._was(Plan.partial(4, 2, plan_id=7))
+    balanced, steal = Plan.sync(4, balanced=True, batch_shares=(4, 4, 4, 4)), Plan.sync(4, steal=True)
+    policy._backoff.hold(_held_as(balanced), _bad(), policy._profile, 100, 0.0)
+    held = [policy._backoff.holds(_held_as(one), 1.0, policy._profile, 120, 1.0) for one in (balanced, steal, SYNC)]
+    assert held == [True, False, False]
 
 
 @pytest.mark.parametrize("warmed", [False, True])
