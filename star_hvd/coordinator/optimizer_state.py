@@ -41,7 +41,7 @@ from star_hvd.coordinator.mode_backoff import PreparationBackoff
 from star_hvd.coordinator.mode_chooser import Choice
 from star_hvd.coordinator.prewarm import Readiness
 from star_hvd.coordinator.report_trigger import SlowReportTrigger
-from star_hvd.coordinator.reports import Arrivals, History, Losses, Pauses
+from star_hvd.coordinator.reports import Arrivals, History, Losses, Pauses, Scale
 from star_hvd.coordinator.set_ledger import SetLedger
 from star_hvd.coordinator.share_control import ShareControl
 from star_hvd.coordinator.switch import Switch
@@ -217,7 +217,8 @@ class OptimizerState:
             self._alerts.waiting(now_s)
         compute_s = message.times.compute_s
         self.rule.arrive(rank, message.step, compute_s, now_s)
-        if self._trigger.note(rank, compute_s) and self.choice is not None and self.active.mode == "sync":
+        slow_again = self._trigger.note(rank, self.history.newest_s(rank, self._scale))
+        if slow_again and self.choice is not None and self.active.mode == "sync":
             # However many ranks report, the window is brought forward once.
             waited_s = (1.0 - _SOONER) * self._config.decide_interval_s
             self._decide_at_s = min(self._decide_at_s, max(now_s, self._decide_next_s - waited_s))
@@ -418,7 +419,7 @@ class OptimizerState:
                 link_bytes_per_s=self.links.rates(self.active),
                 silent_s=self.silent_s,
                 comm_s=tuple(self.arrivals.comm_s),
-                scale=self.shares.scale if self.shares is not None and self.shares.changes else None,
+                scale=self._scale,
             ),
             noise_scale=self.noise.value,
             comm_bytes=self.gradient_bytes,
@@ -435,6 +436,11 @@ class OptimizerState:
             loss_steps=tuple(self.losses.steps),
             now_s=now_s,
         )
+
+    @property
+    def _scale(self) -> Scale | None:
+        """What converts times to those of usual batches; None while all batches are of the usual size."""
+        return self.shares.scale if self.shares is not None and self.shares.changes else None
 
     @property
     def reduced_part(self) -> float:

@@ -30,6 +30,6 @@ class SlowReportTrigger:
             self._limit_s = slow_limit_s(typical_s)
 
     def note(self, rank: int, compute_s: float) -> bool:
-        """Take in a report; return whether it should trigger a decision."""
+        """Take in a report's time, corrected as those of windows are; return whether it should trigger a decision."""
         self._runs[rank] = self._runs[rank] + 1 if compute_s > self._limit_s else 0
         return self._runs[rank] in _WORTH

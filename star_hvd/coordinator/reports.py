@@ -18,10 +18,10 @@ import numpy.typing as npt
 from scheduler.records import RankTable, StepReport, StepTimes
 from scheduler.stats import lower_median
 
-__all__ = ["Arrivals", "History", "Losses", "Pauses"]
+__all__ = ["Arrivals", "History", "Losses", "Pauses", "Scale"]
 
 _Floats = npt.NDArray[np.float64]
-_Scale = Callable[[npt.NDArray[np.int64]], tuple[_Floats, _Floats]]
+Scale = Callable[[npt.NDArray[np.int64]], tuple[_Floats, _Floats]]
 
 _COMPUTE, _INPUT, _RUNQUEUE, _LOAD, _WAIT, _CPU, _LATE = range(7)
 
@@ -42,6 +42,7 @@ class History:
         self._steps = np.zeros((world_size, depth), dtype=np.int64)
         self._counts = np.zeros(world_size, dtype=np.int64)
         self._depth = depth
+        self._without_waits = False  # Whether the latest table subtracts waits for a processor.
 
     def append(self, report: StepReport) -> None:
         """Take in a report; the oldest of its rank is dropped once there are `depth`."""
@@ -113,7 +114,7 @@ class History:
         link_bytes_per_s: Sequence[float],
         silent_s: Sequence[float],
         comm_s: tuple[float, ...],
-        scale: _Scale | None = None,
+        scale: Scale | None = None,
     ) -> RankTable:
         """Return the reports as the ranks of a window; later reports do not change it.
 
@@ -131,7 +132,8 @@ class History:
                 computing and for loading.
         """
         queueing = _share(self._values[:, _RUNQUEUE].sum(axis=1), self._values[:, _COMPUTE].sum(axis=1))
-        queued_s = self._values[:, _RUNQUEUE] if lower_median(queueing) > oversubscribed_share else np.zeros(1)
+        self._without_waits = lower_median(queueing) > oversubscribed_share
+        queued_s = self._values[:, _RUNQUEUE] if self._without_waits else np.zeros(1)
         compute_s, input_s = self._of_usual_batches(self._values[:, _COMPUTE] - queued_s, scale)
         waiting = _share(input_s.sum(axis=1), (compute_s + queued_s).sum(axis=1))
         return RankTable(
@@ -146,7 +148,24 @@ class History:
             comm_s=[comm_s] * len(self),
         )
 
-    def _of_usual_batches(self, compute_s: _Floats, scale: _Scale | None) -> tuple[_Floats, _Floats]:
+    def newest_s(self, rank: int, scale: Scale | None = None) -> float:
+        """Return a rank's latest compute time in seconds as the next table will have it, by what the last one knew.
+
+        Args:
+            rank: The rank; without a report its time is 0.
+            scale: As in `table`.
+        """
+        latest = self._values[rank, :, -1].tolist()
+        compute_s, input_s, load_s = latest[_COMPUTE], latest[_INPUT], latest[_LOAD]
+        if self._without_waits:
+            compute_s -= latest[_RUNQUEUE]
+        if scale is not None:
+            computing, loading = scale(self._steps[:, -1:])
+            compute_s -= input_s if load_s > 0.0 else 0.0
+            compute_s, load_s = float(computing[rank, 0]) * max(0.0, compute_s), float(loading[rank, 0]) * load_s
+        return float(max(compute_s, load_s))
+
+    def _of_usual_batches(self, compute_s: _Floats, scale: Scale | None) -> tuple[_Floats, _Floats]:
         """Return the times that usual batches would have taken, and how much of them is input; at least the loading."""
         input_s, load_s = self._values[:, _INPUT], self._values[:, _LOAD]
         if scale is not None:

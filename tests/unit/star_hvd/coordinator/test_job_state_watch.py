@@ -371,6 +371,18 @@ def test_what_is_worth_a_look() -> None:
     assert not any(again.note(0, 0.0025) for _ in range(5)), "a millisecond or two are Horovod's cycle"
 
 
+def test_waits_for_a_processor_trigger_no_window_where_they_are_not_counted() -> None:
+    job = Job(3)
+    job.register(None)
+    for step in range(12):
+        for rank in range(3):
+            waited_s = 0.03 if step < 10 else 0.3
+            job.say(rank, m.Arrive(0, step, 0, StepTimes(0.1 + waited_s, runqueue_s=waited_s), 0.01))
+        job.now_s += 0.1
+        job.tick()
+    assert job.engine._trigger._runs == [0, 0, 0]
+
+
 def test_averagings_of_local_steps_repeat_no_wait_of_sync() -> None:
     job = Job(3)
     job.register(Plan.local(3, steps=4))

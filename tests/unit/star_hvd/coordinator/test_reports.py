@@ -117,4 +117,16 @@ def test_a_rank_is_no_faster_than_its_loading(
     for step in range(3):
         history.append(StepReport(rank=0, step=step, times=times))
     found_s, share = _table(history, factors)
+    scale = None if factors is None else lambda steps: tuple(np.full(steps.shape, each) for each in factors)
+    assert history.newest_s(0, scale) == pytest.approx(compute_s)
     assert found_s == pytest.approx([compute_s] * 3) and share == pytest.approx(input_share)
+
+
+def test_the_latest_time_is_without_waits_where_those_of_the_table_are() -> None:
+    for limit, found_s in ((0.1, 0.4), (0.9, 1.0)):
+        history = History(1, 8)
+        history.append(StepReport(rank=0, step=0, times=StepTimes(1.0, runqueue_s=0.6)))
+        table = history.table(
+            oversubscribed_share=limit, starved_share=[0.0], link_bytes_per_s=[1.0], silent_s=[0.0], comm_s=()
+        )
+        assert history.newest_s(0) == pytest.approx(found_s) == next(iter(table)).compute_s[0]
