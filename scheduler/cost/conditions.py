@@ -65,6 +65,7 @@ class Conditions:
         batch: Samples of a rank's batch if batch shares are possible, else 0.
         fixed_part: Fraction of a rank's time that does not depend on its batch size.
         microbatches: Micro-batches of a rank in a step if they can be taken over, else 0.
+        same_steps: Whether every row has the times of one step, as they were reported.
         changes: How often per step another rank becomes slow (`scheduler.diagnosis.slow_episodes`).
         headroom: Unused capacity of every rank's host; empty if unknown.
         background: The user's setting for transfers behind compute (`Plan.transmission`), None to leave it to the
@@ -91,6 +92,7 @@ class Conditions:
     batch: int = 0
     fixed_part: float = FIXED
     microbatches: int = 0
+    same_steps: bool = False
     changes: float = 0.0
     headroom: tuple[Headroom, ...] = ()
     background: bool | None = None
@@ -127,9 +129,11 @@ class Conditions:
         known = np.isfinite(window.table.link_bytes_per_s) & (window.table.link_bytes_per_s > 0.0)
         rate = np.where(known, window.table.link_bytes_per_s, math.inf)
         rows = _ROWS if window.world_size <= _MANY else _ROWS_MANY
-        times = readings.newest(rows).T.copy()
+        times, same_steps = readings.newest(rows).T.copy(), False
         if not math.isnan(readings.reference_s):
-            for one in np.flatnonzero((readings.run_lengths() >= PERSISTENCE) | (readings.counts < rows)).tolist():
+            expected = np.flatnonzero((readings.run_lengths() >= PERSISTENCE) | (readings.counts < rows)).tolist()
+            same_steps = not expected and bool((np.ptp(readings.steps[:, -rows:], axis=0) == 0).all())
+            for one in expected:
                 times[:, one] = _expected(readings, one, rows)
             _forget_single(times, readings)
         elif known.any():
@@ -154,6 +158,7 @@ class Conditions:
             headroom=window.headroom,
             fixed_part=window.fixed_part if math.isfinite(window.fixed_part) else FIXED,
             microbatches=window.microbatches,
+            same_steps=same_steps,
             changes=changes_per_step(readings),
         )
 

@@ -19,7 +19,7 @@ from scheduler.balance.share_policy import solve_shares
 from scheduler.cost.conditions import Array, Conditions
 from scheduler.cost.cost_model import part_behind_compute
 from scheduler.diagnosis.links import ring_bytes, slow_links, usual_rate, worth_a_switch
-from scheduler.diagnosis.window_stats import slow_limit_s
+from scheduler.diagnosis.window_stats import THRESHOLD, slow_limit_s
 from scheduler.plan.grouping import progressive_groups, similar_groups
 from scheduler.plan.headroom import server_cores
 from scheduler.plan.placement import PUSH_ROUND_S, PlacementDecision, place_on_hosts
@@ -91,6 +91,8 @@ def summarize_stragglers(conditions: Conditions, least_share: float = LEAST_SHAR
     usual_s, typical_s = conditions.usual_s, conditions.typical_s
     limit_s = slow_limit_s(typical_s)
     late = times > limit_s
+    if conditions.same_steps:  # A step that is long for all ranks is no rank's slowness.
+        late &= times > THRESHOLD * times.min(axis=1, keepdims=True)
     share = late.mean(axis=0)
     slow = np.flatnonzero(usual_s > limit_s)
     intermittent = np.flatnonzero((share > _INTERMITTENT) & ~(usual_s > limit_s))

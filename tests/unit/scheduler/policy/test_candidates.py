@@ -49,6 +49,17 @@ def test_one_long_step_is_no_trouble_however_few_there_were(reports: int) -> Non
     assert again is not None and summarize_stragglers(again).slow == (1,)
 
 
+def test_steps_that_are_long_for_all_ranks_are_nobodys_slowness() -> None:
+    times = steady(4)
+    times[::5] *= 2.0
+    found = Conditions.from_window(window(times))
+    assert found is not None and not summarize_stragglers(found)
+    times[::5, 1] *= 1.6
+    found = Conditions.from_window(window(times))
+    assert found is not None and summarize_stragglers(found).intermittent == (1,)
+    assert summarize_stragglers(found).at_once == (1,)
+
+
 def test_as_many_are_left_out_as_are_slow() -> None:
     stragglers = summarize_stragglers(conditions(steady(8, slow={2: 2.0, 5: 4.0})))
     assert (stragglers.slow, stragglers.intermittent, stragglers.links) == ((2, 5), (), ())
