@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scheduler.child_process import module_command
 from scheduler.learning.features import FEATURES, SCHEMA_VERSION
 from scheduler.learning.predictor import ModelError, load
 from scheduler.redact import redacted
@@ -203,7 +204,7 @@ def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = No
     deadline_s = FETCH_S if deadline_s is None else deadline_s
     target = Path(tempfile.mkdtemp(prefix="star-model-"))
     atexit.register(shutil.rmtree, target, ignore_errors=True)
-    command = [sys.executable, "-m", "scheduler.learning.registry", uri, str(target)]
+    command = module_command("scheduler.learning.registry", uri, str(target))
     # Not among the arguments, which all users of the machine can read: it may contain a password.
     env = {**environ, "MLFLOW_TRACKING_URI": tracking_uri(environ)}
     env |= {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}

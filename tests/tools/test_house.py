@@ -23,7 +23,7 @@ MOST_FILES = 15  # In a component, `__init__.py` not counted.
 
 LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "scheduler": (
-        ("stats", "redact", "run_events", "target", "commands", "balance", "transmission"),
+        ("stats", "redact", "run_events", "target", "commands", "child_process", "balance", "transmission"),
         ("plan",),
         ("records",),
         ("diagnosis",),

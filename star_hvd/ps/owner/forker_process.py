@@ -12,11 +12,11 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
+from scheduler.child_process import module_command
 from star_hvd.errors import DeadlineError
 from star_hvd.locks import ordered_lock
 from star_hvd.ps.common.forking import REPORT, STARTED
@@ -156,7 +156,7 @@ class ForkerProcess:
 
     def _start(self) -> None:
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, "-m", "star_hvd.ps.server.forker", str(os.getpid())]
+        command = module_command("star_hvd.ps.server.forker", str(os.getpid()))
         self._pass_on_errors()  # Of one that the system could not start.
         self._errors = new_memory()
         with theirs:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ __all__ = ["ServerProcess"]
 logger = logging.getLogger("star_hvd")
 
 Event = dict[str, Any]
+
+_PACKAGES = str(Path(__file__).resolve().parents[3])
 
 _THREADS = 1  # A server's compute threads: ranks train on the same host.
 _CHECK_S = 0.25  # Interval of checks of the process.
@@ -283,7 +286,8 @@ class ServerProcess:
         # Keep the memory of messages, which are allocated all the time: returning it costs page faults.
         found |= {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
         found["CUDA_VISIBLE_DEVICES"] = ""  # Servers compute in host memory.
-        found["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        # Last our own folder: it is in the path unless this program found it in the current one.
+        found["PYTHONPATH"] = os.pathsep.join([*(path for path in sys.path if path), _PACKAGES])
         return found
 
     def _resend(self, endpoint: Endpoint) -> None:

@@ -1,4 +1,4 @@
-"""`python -m star_hvd.ps.server.forker OWNER`: forks servers for the owner at its standard input; see `forker`.
+"""Run as a module with the owner's process id: forks servers for the owner at its standard input.
 
 It has no threads, so forking is safe. It ends when the owner's thread that started it ends, and its servers end with
 it. A request on standard input is one byte accompanied by one end of a server's pipe as a file descriptor, and by the
