@@ -192,7 +192,7 @@ def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = No
 
     Args:
         uri: `models:/NAME@ALIAS` or `models:/NAME/VERSION`.
-        environ: The environment, for the tracking URI.
+        environ: The environment, for the tracking URI; `MLFLOW_REGISTRY_URI` is not used.
         deadline_s: Seconds after which the child process is killed; `FETCH_S` by default.
 
     Returns:
@@ -206,7 +206,9 @@ def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = No
     atexit.register(shutil.rmtree, target, ignore_errors=True)
     command = module_command("scheduler.learning.registry", uri, str(target))
     # Not among the arguments, which all users of the machine can read: it may contain a password.
-    env = {**environ, "MLFLOW_TRACKING_URI": tracking_uri(environ)}
+    location = tracking_uri(environ)
+    # The registry is where the runs are, as for `Registry`: jobs must find what `star-scheduler` registered.
+    env = {**environ, "MLFLOW_TRACKING_URI": location, "MLFLOW_REGISTRY_URI": location}
     env |= {"MLFLOW_HTTP_REQUEST_TIMEOUT": "5", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
     package = str(Path(__file__).resolve().parents[2])
     env["PYTHONPATH"] = os.pathsep.join(part for part in (package, environ.get("PYTHONPATH", "")) if part)
@@ -220,7 +222,7 @@ def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = No
         raise ModelError(f"cannot start a process to fetch the model: {error}") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        raise ModelError(redacted(f"{uri} cannot be fetched from {tracking_uri(environ)}: {lines[-1]}", environ))
+        raise ModelError(redacted(f"{uri} cannot be fetched from {location}: {lines[-1]}", environ))
     return Path(done.stdout.strip().splitlines()[-1])
 
 

@@ -54,10 +54,12 @@ def test_a_fetch_has_no_uri_on_its_command_line(monkeypatch: pytest.MonkeyPatch,
     child = tmp_path / "python"
     child.write_text(
         "#!/bin/sh\ntr '\\0' ' ' < /proc/$$/cmdline >&2\n"
-        '[ "$MLFLOW_TRACKING_URI" = "' + URI + '" ] || echo no uri in the environment >&2\nexit 1\n'
+        '[ "$MLFLOW_TRACKING_URI$MLFLOW_REGISTRY_URI" = "' + 2 * URI + '" ] || echo no uri in the environment >&2\n'
+        "exit 1\n"
     )
     child.chmod(0o755)
     monkeypatch.setattr(registry.sys, "executable", str(child))
+    monkeypatch.setenv("MLFLOW_REGISTRY_URI", "sqlite:///elsewhere")  # `star-scheduler` does not use it either.
     with pytest.raises(ModelError) as told:
         registry.fetch("models:/star-tta@champion", os.environ, deadline_s=60.0)
     assert "scheduler.learning.registry" in str(told.value) and "no uri" not in str(told.value)
