@@ -7,21 +7,25 @@ import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scheduler.learning.evaluate import BASELINES, HELD_OUT_SEED, Factory, Regrets, regrets, standings, summary
 from scheduler.learning.predictor import SHIPPED, ModelError, Predictor, load
 from scheduler.policy.cost_policy import CostPolicy
+from scheduler.redact import redacted
 
 if TYPE_CHECKING:
     from scheduler.learning.registry import Registry, Version
 
 __all__ = [
     "FEW_SCENARIOS",
+    "Located",
     "add_arguments",
     "policy_factory",
     "find_champion",
+    "find_version",
     "run_scenarios",
     "log_regrets",
     "locate",
@@ -39,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.epilog = (
         "Exit status: 0 if the model's mean regret is at most the cost model's, 1 if it is above, 2 if there is no "
-        "model. Figures of a registered model are added to the MLflow run that trained it."
+        "model or MLflow cannot be asked. Figures of a registered model are added to the MLflow run that trained it."
     )
     parser.add_argument(
         "--model",
@@ -57,10 +61,10 @@ def run(options: argparse.Namespace) -> int:
 
     if options.scenarios < 1:
         raise ValueError(f"--scenarios is {options.scenarios}; expected at least 1")
-    model = load(locate(options.model))
-    console, registry = Console(), _registry()  # Loading MLflow takes seconds: after everything that can fail.
-    by_alias = registry is not None and not Path(options.model).is_dir()
-    version = registry.alias(options.model) if registry is not None and by_alias else None
+    found_model = locate(options.model)
+    model, version = load(found_model.folder), found_model.version
+    # Loading MLflow takes seconds: after everything that can fail.
+    console, registry = Console(), found_model.registry or _registry()
     names = {"learned": model_title(version, options.model) if version is not None else f"{options.model} (judged)"}
     policies = {"learned": policy_factory(model)}
     champion = find_champion(registry, options.model)
@@ -78,23 +82,53 @@ def run(options: argparse.Namespace) -> int:
     return 0 if found["mean_regret"] <= found["baselines"]["cost_model"] else 1
 
 
-def locate(name: str) -> Path:
-    """Find the folder of a model that is given by alias, path, URI or `shipped`.
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A model that was found.
+
+    Attributes:
+        folder: Its folder.
+        registry: The registry, if it was found there by an alias.
+        version: Its version there, resolved once: the alias may move while it is judged.
+    """
+
+    folder: Path
+    registry: Registry | None = None
+    version: Version | None = None
+
+
+def locate(name: str) -> Located:
+    """Find a model that is given by alias, path, URI or `shipped`.
 
     Raises:
-        ModelError: There is none.
+        ModelError: There is none, or the registry cannot be asked.
     """
     from scheduler.learning.registry import Registry, fetch
 
     if name == "shipped":
-        return SHIPPED
+        return Located(SHIPPED)
     if name.startswith("models:/"):
-        return fetch(name, os.environ, deadline_s=120.0)
+        return Located(fetch(name, os.environ, deadline_s=120.0))
     if Path(name).is_dir():
-        return Path(name)
+        return Located(Path(name))
     if os.sep in name:
         raise ModelError(f"the model folder {name} does not exist; expected a folder with model.json")
-    return Registry(os.environ).download(name)
+    registry = Registry(os.environ)
+    version = find_version(registry, name)
+    return Located(registry.download(version), registry, version)
+
+
+def find_version(registry: Registry, alias: str) -> Version:
+    """The version with an alias.
+
+    Raises:
+        ModelError: There is none, or the registry cannot be asked.
+    """
+    version = registry.alias(alias)
+    if version is None:
+        shown = redacted(registry.uri)
+        raise ModelError(f"{registry.name} has no {alias} in {shown}; run `star-scheduler train` first")
+    return version
 
 
 def _registry() -> Registry | None:
@@ -110,6 +144,9 @@ def find_champion(registry: Registry | None, but: str) -> tuple[str, Predictor] 
     Args:
         registry: None without MLflow.
         but: The model to evaluate; returns None if it is the champion itself.
+
+    Raises:
+        ModelError: The registry cannot be asked.
     """
     from scheduler.learning.registry import CHAMPION
 
@@ -118,7 +155,7 @@ def find_champion(registry: Registry | None, but: str) -> tuple[str, Predictor] 
         return None
     if registry is None or version is None:
         return "shipped model (no champion)", load(SHIPPED)
-    return model_title(version, CHAMPION), load(registry.download(CHAMPION))
+    return model_title(version, CHAMPION), load(registry.download(version))
 
 
 def model_title(version: Version, alias: str) -> str:

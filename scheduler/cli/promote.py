@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from scheduler.cli.evaluate import (
     find_champion,
+    find_version,
     log_regrets,
     model_title,
     policy_factory,
@@ -16,7 +17,7 @@ from scheduler.cli.evaluate import (
     table,
 )
 from scheduler.learning.evaluate import BASELINES, HELD_OUT_SEED, Regrets, standings
-from scheduler.learning.predictor import ModelError, load
+from scheduler.learning.predictor import load
 
 __all__ = ["LEAST_COVERAGE", "MOST_COVERAGE", "add_arguments", "gate", "run"]
 
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "The challenger's mean regret must not exceed that of the champion (the shipped model if there is none yet) "
         f"or of the cost model; its 90 %% intervals must cover {100 * LEAST_COVERAGE:.0f} to "
         f"{100 * MOST_COVERAGE:.0f} %%. Exit status: 0 if it is champion now, 1 if the champion stays, 2 if there is "
-        "no challenger."
+        "no challenger or MLflow cannot be asked."
     )
     parser.add_argument("--scenarios", type=int, default=40, help="scenarios to simulate (default 40, minutes)")
     parser.add_argument("--seed", type=int, default=HELD_OUT_SEED + 100_000, help="first seed")
@@ -40,16 +41,12 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from scheduler.learning.registry import CHALLENGER, CHAMPION, Registry
-    from scheduler.redact import redacted
 
     if options.scenarios < 1:
         raise ValueError(f"--scenarios is {options.scenarios}; expected at least 1")
     console, registry = Console(), Registry(os.environ)
-    version = registry.alias(CHALLENGER)
-    if version is None:
-        shown = redacted(registry.uri)
-        raise ModelError(f"{registry.name} has no {CHALLENGER} in {shown}; run `star-scheduler train` first")
-    challenger, champion = load(registry.download(CHALLENGER)), find_champion(registry, CHALLENGER)
+    version = find_version(registry, CHALLENGER)
+    challenger, champion = load(registry.download(version)), find_champion(registry, CHALLENGER)
     assert champion is not None
     names = {"learned": model_title(version, CHALLENGER), "champion": champion[0]}
     policies = {"learned": policy_factory(challenger), "champion": policy_factory(champion[1])}

@@ -7,6 +7,7 @@ takes seconds, and a server that hangs would block the job.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import shutil
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,9 @@ MODEL_NAME = "star-tta"
 CHAMPION, CHALLENGER = "champion", "challenger"
 
 EXPERIMENT = "star-scheduler"
+
+_ABSENT = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
+"""MLflow's codes for a registered model without the alias, and for no such model."""
 
 FETCH_S = 20.0
 """Longest wait of a starting training job for the registry: two imports of MLflow on a busy machine."""
@@ -64,7 +68,7 @@ class Registry:
         name: Name of the registered model.
 
     Raises:
-        ModelError: MLflow is not installed.
+        ModelError: MLflow is not installed, or rejects the tracking URI.
     """
 
     def __init__(self, environ: Mapping[str, str], name: str = MODEL_NAME) -> None:
@@ -82,9 +86,10 @@ class Registry:
         self._environ = environ
         logging.getLogger("mlflow").setLevel(logging.ERROR)
         self._mlflow: Any = mlflow
-        mlflow.set_tracking_uri(self.uri)
-        mlflow.set_registry_uri(self.uri)
-        self._client = mlflow.MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
+        with self._telling():
+            mlflow.set_tracking_uri(self.uri)
+            mlflow.set_registry_uri(self.uri)
+            self._client = mlflow.MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
     def record(
         self,
@@ -105,13 +110,19 @@ class Registry:
         Raises:
             ModelError: MLflow rejected a request or cannot be reached.
         """
+        with self._telling(), warnings.catch_warnings():
+            # MLflow recommends type hints and examples; there is a signature.
+            warnings.simplefilter("ignore", UserWarning)
+            return self._record(folder, about, sample, figures)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Turn MLflow's errors into a `ModelError` that says what to do."""
         try:
-            with warnings.catch_warnings():
-                # MLflow recommends type hints and examples; there is a signature.
-                warnings.simplefilter("ignore", UserWarning)
-                return self._record(folder, about, sample, figures)
+            yield
         except self._mlflow.exceptions.MlflowException as error:
-            raise ModelError(redacted(f"MLflow at {self.uri} says: {error}", self._environ)) from None
+            text = f"MLflow at {self.uri} says: {error}; check MLFLOW_TRACKING_URI and the server, and try again"
+            raise ModelError(redacted(text, self._environ)) from None
 
     def _record(self, folder: Path, about: Mapping[str, Any], sample: Any, figures: Sequence[Path]) -> Version:
         mlflow = self._mlflow
@@ -153,18 +164,30 @@ class Registry:
         return str(Path(self.uri[len("sqlite:///") :]).parent / "artifacts")
 
     def alias(self, alias: str) -> Version | None:
-        """The version with an alias, or None."""
-        try:
-            found = self._client.get_model_version_by_alias(self.name, alias)
-        except self._mlflow.exceptions.MlflowException:
-            return None
+        """The version with an alias, or None if the registry has no such model or alias.
+
+        Raises:
+            ModelError: The registry cannot be asked, so that nobody takes an outage for a missing champion.
+        """
+        with self._telling():
+            try:
+                found = self._client.get_model_version_by_alias(self.name, alias)
+            except self._mlflow.exceptions.MlflowException as error:
+                if error.error_code in _ABSENT:
+                    return None
+                raise
         return Version(self.name, str(found.version), str(found.run_id))
 
     def promote(self, version: Version, metrics: Mapping[str, float]) -> None:
-        """Make a version the champion, and tag it with the metrics of the comparison."""
-        for key, value in metrics.items():
-            self._client.set_model_version_tag(self.name, version.number, f"star.{key}", f"{value:.6g}")
-        self._client.set_registered_model_alias(self.name, CHAMPION, version.number)
+        """Make a version the champion, and tag it with the metrics of the comparison.
+
+        Raises:
+            ModelError: MLflow rejected a request or cannot be reached.
+        """
+        with self._telling():
+            for key, value in metrics.items():
+                self._client.set_model_version_tag(self.name, version.number, f"star.{key}", f"{value:.6g}")
+            self._client.set_registered_model_alias(self.name, CHAMPION, version.number)
 
     def log(self, version: Version, metrics: Mapping[str, float]) -> None:
         """Add metrics to the run that trained a version.
@@ -172,19 +195,17 @@ class Registry:
         Raises:
             ModelError: MLflow rejected a request or cannot be reached.
         """
-        try:
+        with self._telling():
             for key, value in metrics.items():
                 self._client.log_metric(version.run_id, key, float(value))
-        except self._mlflow.exceptions.MlflowException as error:
-            raise ModelError(redacted(f"MLflow at {self.uri} says: {error}", self._environ)) from None
 
-    def download(self, alias: str) -> Path:
-        """Download the version with an alias; returns its folder.
+    def download(self, version: Version) -> Path:
+        """Download a version by its number, since an alias may have moved; returns its folder.
 
         Raises:
             ModelError: It cannot be fetched.
         """
-        return fetch(f"models:/{self.name}@{alias}", self._environ, deadline_s=120.0)
+        return fetch(f"models:/{version.name}/{version.number}", self._environ, deadline_s=120.0)
 
 
 def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = None) -> Path:

@@ -154,14 +154,21 @@ class FakeRegistry:
         self.folder, self.aliases = folder, aliases
         self.logged: dict[str, float] = {}
         self.promoted: list[str] = []
+        self.downloaded: list[str] = []
 
     def __call__(self, environ: object) -> FakeRegistry:
         return self
 
     def alias(self, alias: str) -> Version | None:
-        return Version(self.name, self.aliases[alias], "run7") if alias in self.aliases else None
+        """Somebody else's training takes the alias as soon as it was resolved."""
+        if alias not in self.aliases:
+            return None
+        found = Version(self.name, self.aliases[alias], "run7")
+        self.aliases[alias] = "9"
+        return found
 
-    def download(self, alias: str) -> Path:
+    def download(self, version: Version) -> Path:
+        self.downloaded.append(version.number)
         return self.folder
 
     def log(self, version: Version, metrics: Mapping[str, float]) -> None:
@@ -212,7 +219,7 @@ def test_a_challenger_is_judged_against_the_champion_by_name(
     registry = FakeRegistry(tmp_path, challenger="2", champion="1")
     status, _ = promoted(monkeypatch, registry, learned=0.03, champion=0.04, cost_model=0.05)
     text = capsys.readouterr().out
-    assert status == 0 and registry.promoted == ["2"]
+    assert status == 0 and registry.promoted == ["2"] and registry.downloaded == ["2", "1"]
     assert "star-tta v1 (champion)" in text and "star-tta v2 (challenger)" in text
     assert "too few" not in text and "stays" not in text
 
@@ -238,6 +245,7 @@ def test_evaluate_names_the_version_and_keeps_its_figures(
     assert main.main(["evaluate"]) == 1
     text = capsys.readouterr().out
     assert "star-tta v4 (challenger)" in text and "shipped model (no champion)" in text
+    assert registry.downloaded == ["4"]
     assert registry.logged["evaluate/regret/learned"] == 0.06 and "MLflow, run run7" in text
 
 

@@ -14,7 +14,7 @@ from scheduler.cli import main
 from scheduler.learning import dataset
 from scheduler.learning.model_choice import find_ranker
 from scheduler.learning.predictor import HEADS, ModelError, Predictor, load
-from scheduler.learning.registry import CHALLENGER, CHAMPION, Registry, fetch, find_model, tracking_uri
+from scheduler.learning.registry import CHALLENGER, CHAMPION, Registry, Version, fetch, find_model, tracking_uri
 from tests.support.extras import needs
 from tests.support.learning import save_model, small_table
 
@@ -75,6 +75,49 @@ def test_a_model_that_is_not_there_costs_one_warning(stored: tuple[dict[str, str
     told: list[str] = []
     assert find_ranker({**stored[0], "STAR_MODEL": "models:/star-tta@nobody"}, told.append) is None
     assert len(told) == 1 and "models:/star-tta@nobody" in told[0] and "The cost model decides" in told[0]
+
+
+class Down:
+    """A client whose server answers with one error."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+
+    def __call__(self, **uris: str) -> Down:
+        return self
+
+    def fail(self, *args: object) -> None:
+        import mlflow
+
+        raise mlflow.exceptions.MlflowException("some reason", error_code=self._code)
+
+    get_model_version_by_alias = set_model_version_tag = set_registered_model_alias = fail
+
+
+@pytest.mark.parametrize(
+    ("code", "absent"),
+    [
+        ("RESOURCE_DOES_NOT_EXIST", True), ("INVALID_PARAMETER_VALUE", True), ("INTERNAL_ERROR", False),
+        ("TEMPORARILY_UNAVAILABLE", False), ("PERMISSION_DENIED", False), ("ENDPOINT_NOT_FOUND", False),
+    ],
+)
+def test_an_outage_is_no_missing_champion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, absent: bool
+) -> None:
+    import mlflow
+    from mlflow.protos.databricks_pb2 import ErrorCode
+
+    monkeypatch.setattr(mlflow, "MlflowClient", Down(ErrorCode.Value(code)))
+    registry = Registry({"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"})
+    if absent:
+        assert registry.alias(CHAMPION) is None
+    else:
+        with pytest.raises(ModelError, match="says: some reason; check MLFLOW_TRACKING_URI"):
+            registry.alias(CHAMPION)
+    with pytest.raises(ModelError, match="some reason"):
+        registry.promote(Version("star-tta", "1", "run"), {"regret": 0.1})
+    with pytest.raises(ModelError, match="some reason"):
+        registry.promote(Version("star-tta", "1", "run"), {})
 
 
 def test_a_server_that_hangs_is_given_up() -> None:
