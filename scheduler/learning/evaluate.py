@@ -30,6 +30,7 @@ __all__ = [
     "Factory",
     "Regrets",
     "Standing",
+    "cost_s",
     "fixed_plans",
     "hosts",
     "regrets",
@@ -138,23 +139,28 @@ def regrets(scenario: Scenario, policies: Mapping[str, Factory]) -> Regrets:
     rest = [name for name in plans if name != "sync"]
     found = run_plans([scenario] * len(rest), [plans[name] for name in rest], limit_s=2.0 * sync.time_s)
     costs = {"sync": sync.time_s}
-    costs.update({name: _cost_s(o, sync.time_s) for name, o in zip(rest, found, strict=True)})
+    costs.update({name: cost_s(o, sync.time_s) for name, o in zip(rest, found, strict=True)})
     best = min(costs, key=lambda name: costs[name])
     best_s = costs[best]
     switches: dict[str, int] = {}
     for name, make in policies.items():
         job = Job(scenario, policy=make(n, hosts(n)))
         outcome = job.run(limit_s=max(_WORST * best_s, 2.0 * sync.time_s))
-        costs[name] = _cost_s(outcome, sync.time_s)
+        costs[name] = cost_s(outcome, sync.time_s)
         switches[name] = len(outcome.switches)
     regret = {name: min(_WORST, cost / best_s) - 1.0 for name, cost in costs.items()}
     return Regrets(scenario.seed, scenario.network.family, best, best_s, {**regret, "oracle": 0.0}, switches)
 
 
-def _cost_s(outcome: Outcome, again_s: float) -> float:
-    """Expected time; a job that missed the target is repeated after all the time it was given."""
+def cost_s(outcome: Outcome, again_s: float) -> float:
+    """Expected time; a job that missed the target is repeated after all the time that it took.
+
+    Args:
+        outcome: Result of the job.
+        again_s: Time of the repetition, in `sync`.
+    """
     if math.isinf(outcome.time_s):
-        return 2.0 * again_s + again_s
+        return outcome.updates * outcome.step_s + again_s
     return outcome.expected_s(again_s)
 
 

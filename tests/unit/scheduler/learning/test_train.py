@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from scheduler.learning import dataset, train
-from scheduler.learning.evaluate import Regrets, standings, summary
+from scheduler.learning.evaluate import Regrets, cost_s, standings, summary
 from scheduler.learning.features import FEATURES
 from scheduler.learning.plots import draw
 from scheduler.learning.predictor import load
+from scheduler.plan.plan import Plan
+from scheduler.simulator import Cluster, Job, Network, Scenario
 from tests.support.learning import NETWORKS, save_model, small_fit, small_table
 
 SMALL = train.Settings(rounds=15, leaves=7, least_rows=10, learning_rate=0.1)
@@ -110,3 +112,15 @@ def test_standings_are_ordered_and_say_what_is_a_mode() -> None:
     figures = summary(rows, "learned")
     assert figures["mean_regret"] == pytest.approx(0.15) and figures["best_single_mode"] == "sync"
     assert set(figures["baselines"]) == {"sync", "oracle"}
+
+
+def test_a_job_that_misses_its_target_costs_the_time_it_was_given_and_another_run() -> None:
+    network = Network(compute_s=0.1, comm_bytes=1000, target_steps=100.0)
+    scenario = Scenario(cluster=Cluster(world_size=4), network=network)
+    arrived = Job(scenario, Plan.sync(4)).run()
+    again_s = arrived.time_s
+    for limit_s in (0.2 * again_s, 0.9 * again_s):
+        missed = Job(scenario, Plan.sync(4)).run(limit_s=limit_s)
+        assert math.isinf(missed.time_s)
+        assert cost_s(missed, again_s) == pytest.approx(limit_s + again_s, rel=0.1)
+    assert cost_s(arrived, again_s) == arrived.expected_s(again_s)
