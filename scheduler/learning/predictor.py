@@ -34,7 +34,7 @@ from scheduler.learning.trial import try_heads
 from scheduler.plan.plan import Plan
 from scheduler.records import Window
 
-__all__ = ["FORMAT", "HEADS", "SHIPPED", "SHIPPED_SHA256", "ModelError", "Predictor", "load", "read_about"]
+__all__ = ["CORRECTION_WEIGHT", "FORMAT", "HEADS", "SHIPPED", "SHIPPED_SHA256", "ModelError", "Predictor", "load", "read_about"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -55,7 +55,7 @@ _MOST_BYTES = 32 << 20
 _MARGIN = 0.1
 """Margin at both ends of a feature's range, as a fraction of it, that still counts as in range."""
 
-_CORRECTION_WEIGHT = 0.5
+CORRECTION_WEIGHT = 0.5
 """Weight of the learned correction: an average of two predictors with different errors is better than either. Chosen on
 60 simulated jobs (regret 2.9 %, 3.2 % with weight 0); on 30 others it is 5.8 %, 6.0 % with weight 1, 7.8 % with 0."""
 
@@ -153,7 +153,7 @@ def _prediction(cost: Prediction, found: _Estimates, index: int) -> Prediction:
     # A missed target costs the time to train again in `sync`, as in the cost model.
     missed = 1.0 - reach
     own = math.log(speed(cost))
-    middle = math.exp(own + _CORRECTION_WEIGHT * (float(found.middle[index]) - own))
+    middle = math.exp(own + CORRECTION_WEIGHT * (float(found.middle[index]) - own))
     low, high = (math.exp(float(bound[index])) for bound in (found.low, found.high))
     return Prediction(
         plan=cost.plan,

@@ -1,7 +1,7 @@
 """Training of the predictor: heads, tuning within a time budget, calibration on held-out networks.
 
 All figures of `Fit.metrics`, and the calibration of intervals, come from cross-validation by network: predictions for
-networks that the heads were not fitted to.
+networks that the heads were not fitted to, and intervals that were not widened by what these networks need.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from scheduler.cost.conditions import Array
 from scheduler.learning.dataset import DatasetError, folds, matrix
 from scheduler.learning.features import FEATURES, SCHEMA_VERSION
-from scheduler.learning.predictor import FORMAT, HEADS, ModelError
+from scheduler.learning.predictor import CORRECTION_WEIGHT, FORMAT, HEADS, ModelError
 
 __all__ = ["COVERAGE", "Fit", "Settings", "fit", "kendall", "metrics", "save", "tune"]
 
@@ -33,6 +33,7 @@ COVERAGE = 0.9
 _QUANTILES = {"low": 0.05, "middle": 0.5, "high": 0.95}
 _FOLDS = 5
 _LEAST_NETWORKS = 10
+_COST_MODEL = {"cost": "cost_log", "cost_reach": "cost_reach"}
 _SPACE: dict[str, tuple[float, ...]] = {
     "learning_rate": (0.03, 0.05, 0.08),
     "rounds": (120, 200, 300),
@@ -77,7 +78,7 @@ class Fit:
         widen: Width added to intervals on both sides, in logarithms.
         widest: Width above which the cost model's prediction is used.
         metrics: Metrics on held-out networks.
-        judged: Out-of-fold predictions by head.
+        judged: Out-of-fold predictions by head; `cost` and `cost_reach` are the cost model's.
     """
 
     boosters: dict[str, Any]
@@ -172,9 +173,8 @@ def tune(frame: Any, *, budget_s: float, seed: int = 1, report: Callable[[str], 
     settings, slowest_s = best, 0.0
     while trial == 0 or time.monotonic() - begin_s + slowest_s < budget_s:
         began_s = time.monotonic()
-        judged = _cross_validate(features, targets, fold, settings, ("middle",))
-        cost = judged["middle"] + features[:, FEATURES.index("cost_log")]
-        regret = _regret(frame, cost, targets)
+        judged = _cross_validate(features, targets, fold, settings, ("middle", "reach")) | _by_cost_model(features)
+        regret = _regret(frame, _decided(frame, judged), targets)
         slowest_s = max(slowest_s, time.monotonic() - began_s)
         trial += 1
         if report is not None:
@@ -200,8 +200,7 @@ def fit(frame: Any, settings: Settings | None = None) -> Fit:
     settings = settings or Settings()
     features, fold = matrix(frame), folds(frame, _FOLDS)
     targets = _targets(frame, features)
-    judged = _cross_validate(features, targets, fold, settings, HEADS)
-    judged["cost"] = features[:, FEATURES.index("cost_log")]
+    judged = _cross_validate(features, targets, fold, settings, HEADS) | _by_cost_model(features)
     rows = _others(frame)
     widen = _widen(judged, targets["residual"], rows)
     width = judged["high"] - judged["low"] + 2.0 * widen
@@ -212,7 +211,7 @@ def fit(frame: Any, settings: Settings | None = None) -> Fit:
         ranges=np.stack([np.nanmin(features, axis=0), np.nanmax(features, axis=0)], axis=1),
         widen=widen,
         widest=widest,
-        metrics=metrics(frame, judged, targets, widen),
+        metrics=metrics(frame, judged, targets, fold),
         judged=judged,
     )
 
@@ -228,23 +227,41 @@ def _widen(judged: Mapping[str, Array], residual: Array, rows: npt.NDArray[np.bo
     return float(np.quantile(distances, min(1.0, COVERAGE * (1.0 + 1.0 / len(distances)))))
 
 
-def metrics(frame: Any, judged: Mapping[str, Array], targets: Mapping[str, Array], widen: float) -> dict[str, float]:
-    """Metrics of predictions; the prefix `cost_` marks those of the cost model alone."""
+def metrics(frame: Any, judged: Mapping[str, Array], targets: Mapping[str, Array], fold: Ints) -> dict[str, float]:
+    """Metrics of predictions; the prefix `cost_` marks those of the cost model alone.
+
+    The intervals of a fold are widened by what the other folds need: a width that was calibrated on the judged rows
+    would cover the calibration's share of them whatever the heads predict.
+    """
     rows, residual = _others(frame), targets["residual"]
+    widen = np.zeros(len(fold))
+    for index in np.unique(fold):
+        widen[fold == index] = _widen(judged, residual, rows & (fold != index))
     covered = (residual >= judged["low"] - widen) & (residual <= judged["high"] + widen)
     learned = judged["cost"] + judged["middle"]
     found = {
         "error": float(np.abs(residual - judged["middle"])[rows].mean()),
         "cost_error": float(np.abs(residual)[rows].mean()),
         "coverage": float(covered[rows].mean()),
-        "width": float((judged["high"] - judged["low"])[rows].mean() + 2.0 * widen),
+        "width": float((judged["high"] - judged["low"] + 2.0 * widen)[rows].mean()),
         "kendall": kendall(frame, learned, targets["log_relative"]),
         "cost_kendall": kendall(frame, judged["cost"], targets["log_relative"]),
-        "choice_regret": _regret(frame, learned, targets),
-        "cost_choice_regret": _regret(frame, judged["cost"], targets),
+        "choice_regret": _regret(frame, _decided(frame, judged), targets),
+        "cost_choice_regret": _regret(frame, np.exp(judged["cost"]) + 1.0 - judged["cost_reach"], targets),
         "reach_brier": float(np.nanmean((judged["reach"] - targets["reached"])[rows] ** 2)),
     }
     return found
+
+
+def _by_cost_model(features: Array) -> dict[str, Array]:
+    """The cost model's logarithm of the relative time and its probability of the target, which are features."""
+    return {name: features[:, FEATURES.index(column)] for name, column in _COST_MODEL.items()}
+
+
+def _decided(frame: Any, judged: Mapping[str, Array]) -> Array:
+    """Relative times as decisions compare them (`predictor`), save that no row counts as out of range."""
+    learned = np.exp(judged["cost"] + CORRECTION_WEIGHT * judged["middle"]) + 1.0 - np.clip(judged["reach"], 0.0, 1.0)
+    return np.where(_others(frame), learned, np.exp(judged["cost"]) + 1.0 - judged["cost_reach"])
 
 
 def kendall(frame: Any, predicted: Array, real: Array) -> float:
@@ -260,7 +277,10 @@ def kendall(frame: Any, predicted: Array, real: Array) -> float:
 
 
 def _regret(frame: Any, predicted: Array, targets: Mapping[str, Array]) -> float:
-    """Mean over moments of the chosen candidate's time over the best one's, minus 1."""
+    """Mean over moments of the chosen candidate's time over the best one's, minus 1.
+
+    Both the predicted and the real times include the repetition of a missed target.
+    """
     real = np.exp(targets["log_relative"]) + 1.0 - np.nan_to_num(targets["reached"], nan=1.0)
     lost = []
     for index in frame.groupby(["run", "step"]).indices.values():

@@ -124,3 +124,31 @@ def test_a_job_that_misses_its_target_costs_the_time_it_was_given_and_another_ru
         assert math.isinf(missed.time_s)
         assert cost_s(missed, again_s) == pytest.approx(limit_s + again_s, rel=0.1)
     assert cost_s(arrived, again_s) == arrived.expected_s(again_s)
+
+
+def test_coverage_is_that_of_intervals_which_were_not_calibrated_on_the_judged_rows() -> None:
+    frame = small_table()
+    fold = (frame["seed"] % 2).to_numpy()
+    zero = np.zeros(len(frame))
+    judged = dict.fromkeys(("low", "middle", "high", "cost"), zero) | {"reach": zero + 1.0, "cost_reach": zero + 1.0}
+    targets = {"residual": 5.0 * fold, "log_relative": zero, "reached": zero + 1.0}
+    found = train.metrics(frame, judged, targets, fold)
+    assert found["coverage"] == pytest.approx(0.5), "widened by 5 where the error is 0, and by 0 where it is 5"
+    assert found["width"] == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize(
+    ("middle", "reach", "chosen"),
+    [(-0.8, 1.0, "sync"), (-1.6, 1.0, "partial"), (-1.6, 0.5, "sync")],
+)
+def test_a_choice_is_judged_as_decisions_make_it(middle: float, reach: float, chosen: str) -> None:
+    """The corrections count half, and a doubtful target counts as a part of another run."""
+    frame = small_table().iloc[:4]
+    real = np.array([0.0, 1.0, 2.0, 2.0])
+    judged = {name: np.zeros(4) for name in ("low", "high")}
+    judged |= {"cost": np.array([0.0, 0.6, 2.0, 2.0]), "middle": np.array([0.0, middle, 0.0, 0.0])}
+    judged |= {"reach": np.array([1.0, reach, 1.0, 1.0]), "cost_reach": np.ones(4)}
+    targets = {"residual": real - judged["cost"], "log_relative": real, "reached": np.ones(4)}
+    found = train.metrics(frame, judged, targets, np.array([0, 0, 1, 1]))
+    assert found["choice_regret"] == pytest.approx(0.0 if chosen == "sync" else math.e - 1.0)
+    assert found["cost_choice_regret"] == 0.0
