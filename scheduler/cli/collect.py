@@ -38,14 +38,17 @@ def add_sources(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Simulate, add real runs, write the table."""
+    """Read real runs, simulate, write the table."""
     if options.jobs < 0 or options.moments < 1:
         raise ValueError(f"--jobs is {options.jobs}, --moments {options.moments}; expected at least 0 and 1")
     last = options.seed + options.jobs
     if not 0 <= options.seed <= last <= HELD_OUT_SEED:
         raise ValueError(f"seeds are {options.seed} to {last}; expected 0 to {HELD_OUT_SEED}, later ones are held out")
-    simulated = _simulated(options)
+    # What can fail comes before the simulation, which takes minutes.
+    dataset.description_path(options.out)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     real = logged_rows(options)
+    simulated = _simulated(options) if options.jobs else []
     rows = simulated + real
     if not rows:
         raise dataset.DatasetError(why_none(options, jobs=options.jobs))

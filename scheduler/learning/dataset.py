@@ -27,6 +27,7 @@ __all__ = [
     "TARGETS",
     "DatasetError",
     "columns",
+    "description_path",
     "folds",
     "frame_of",
     "matrix",
@@ -108,7 +109,7 @@ def write(path: Path, frame: Any, *, made_by: str = "") -> dict[str, Any]:
     """
     if list(frame.columns) != columns():
         raise DatasetError(f"the table has the columns {list(frame.columns)[:5]}...; expected those of `columns()`")
-    description_path = _description(path)
+    about_path = description_path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Without a time in the archive's header equal rows give equal files.
     buffer = io.BytesIO()
@@ -130,7 +131,7 @@ def write(path: Path, frame: Any, *, made_by: str = "") -> dict[str, Any]:
         "columns": {**META, **TARGETS},
         "features": list(FEATURES),
     }
-    description_path.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    about_path.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     return described
 
 
@@ -146,7 +147,7 @@ def read(path: Path) -> tuple[Any, dict[str, Any]]:
     pandas = _pandas()
     try:
         raw = path.read_bytes()
-        described = json.loads(_description(path).read_text(encoding="utf-8"))
+        described = json.loads(description_path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DatasetError(f"cannot read the table {path}: {error}; make one with `star-scheduler collect`") from None
     _check(path, described, raw)
@@ -170,9 +171,16 @@ def _check(path: Path, described: Mapping[str, Any], raw: bytes) -> None:
         raise DatasetError(f"{path} has SHA-256 {found[:12]}..., its description says another; make it again")
 
 
-def _description(path: Path) -> Path:
+def description_path(path: Path) -> Path:
+    """The file with the description of a table.
+
+    Raises:
+        DatasetError: The name is not that of a table, or there is a folder of this name.
+    """
     if not path.name.endswith(".csv.gz"):
         raise DatasetError(f"the table is {path.name}; expected a name that ends in .csv.gz")
+    if path.is_dir():
+        raise DatasetError(f"the table {path} is a folder; expected a file")
     return path.with_name(path.name[: -len(".csv.gz")] + ".json")
 
 

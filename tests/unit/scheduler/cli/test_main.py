@@ -224,6 +224,29 @@ def test_a_challenger_is_judged_against_the_champion_by_name(
     assert "too few" not in text and "stays" not in text
 
 
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--out", "table.txt"], "ends in .csv.gz"),
+        (["--out", "folder.csv.gz"], "is a folder"),
+        (["--out", "file/t.csv.gz"], "file"),
+        (["--runs", "nowhere"], "expected a folder of logged runs"),
+    ],
+)
+def test_collect_says_what_is_wrong_before_it_simulates(
+    more: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def simulate(seed: int, **settings: object) -> None:
+        raise AssertionError("it simulates")
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder.csv.gz").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("scheduler.learning.simulated_rows.collect_scenario", simulate)
+    assert main.main(["collect", "--jobs", "1", *more]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_help_says_what_the_exit_status_means(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("evaluate", "promote"):
         with pytest.raises(SystemExit):
