@@ -134,6 +134,8 @@ def _read(folder: Path) -> LoggedRun:
         raise _UnusableRun("it has no plan")
     reached = [time_s for name, value, time_s in points if name == target.name and target.reached(value)]
     target_s = min(reached) - begin_s if reached else math.inf
+    if target_s <= 0.0:
+        raise _UnusableRun("it reached its target before its first plan, so no time says anything")
     reports = _all_reports(folder, plans[0].world_size)
     return LoggedRun(name=folder.name, facts=facts, plans=plans, target_s=target_s, reports=reports, noise=noise)
 

@@ -431,6 +431,17 @@ def test_windows_never_look_ahead(tmp_path: Path) -> None:
         assert window.noise_scale == 3.5
 
 
+@pytest.mark.parametrize("mode", ["sync", "partial"])
+@pytest.mark.parametrize("reached_s", [0.0, -0.5])
+def test_a_target_reached_before_the_first_plan_is_no_time(tmp_path: Path, mode: str, reached_s: float) -> None:
+    """A loaded checkpoint that is evaluated first, for example."""
+    for name, plan in (("sync", Plan.sync(4)), ("partial", Plan.partial(4, 3))):
+        logged(tmp_path, name, plan, reached_s=reached_s if name == mode else 5.0)
+    told: list[str] = []
+    assert real_rows(tmp_path, "1", report=told.append) == []
+    assert any(line.startswith(f"{mode}: it reached its target before its first plan") for line in told)
+
+
 def test_runs_that_say_nothing_are_left_out(tmp_path: Path) -> None:
     logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
     (tmp_path / "a" / "rank3.jsonl").unlink()
