@@ -1,7 +1,7 @@
 """Training rows from logged runs of the same job in several modes, each to its target.
 
 A single run has no information on other modes. If the same job (equal program, sizes, optimizer with its
-hyperparameters, batch, target, tags and machine) was run in `sync` and in other modes to the target, moments of the
+hyperparameters, batch, target, tags, machine and placement) was run in `sync` and in other modes to the target, moments of the
 `sync` runs get the times of the others as labels. Runs in mode `auto`, without a target, or without a `sync` run of the
 same job are skipped and reported with the reason. Input: files of the run log (`training_logs/README.md`).
 """
@@ -72,6 +72,8 @@ class LoggedRun:
             self.facts.get("world_size"), self.facts.get("batch"), str(Target.parse(self.facts.get("target"))),
             tags, _program(str(self.facts.get("program") or ""), tagged=bool(tags)), optimizer.get("class"),
             _first_hyper(optimizer.get("hyper") or {}), optimizer.get("parameters"), hardware.get("cpu"),
+            # Absent from old logs, which are compared with each other only.
+            hardware.get("gpu"), hardware.get("usable_cpus"), self.facts.get("ranks_per_host"),
         ]
         return json.dumps(parts, sort_keys=True)
 

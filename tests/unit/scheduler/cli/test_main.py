@@ -342,6 +342,11 @@ def test_runs_of_the_same_job_become_rows(tmp_path: Path) -> None:
         ({"program": "v.py", "tags": {"lab": "a"}}, {"program": "w.py", "tags": {"lab": "a"}}, False),
         ({"target": "accuracy>=0.9"}, {"target": "accuracy >= 0.90"}, True),
         ({"target": "accuracy>=0.9"}, {"target": "accuracy>=0.8"}, False),
+        ({"hardware": {"cpu": "x", "gpu": "H100"}}, {"hardware": {"cpu": "x", "gpu": "A100"}}, False),
+        ({"hardware": {"cpu": "x", "gpu": "H100"}}, {"hardware": {"cpu": "x", "gpu": "H100"}}, True),
+        ({"hardware": {"cpu": "x", "usable_cpus": 2}}, {"hardware": {"cpu": "x", "usable_cpus": 8}}, False),
+        ({"ranks_per_host": [4]}, {"ranks_per_host": [2, 2]}, False),
+        ({"ranks_per_host": [4]}, {"ranks_per_host": [4]}, True),
     ],
 )
 def test_only_runs_of_the_same_job_are_paired(
