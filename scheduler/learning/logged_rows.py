@@ -1,9 +1,15 @@
 """Training rows from logged runs of the same job in several modes, each to its target.
 
 A single run has no information on other modes. If the same job (equal program, sizes, optimizer with its
-hyperparameters, batch, target, tags, machine and placement) was run in `sync` and in other modes to the target, moments of the
-`sync` runs get the times of the others as labels. Runs in mode `auto`, without a target, or without a `sync` run of the
-same job are skipped and reported with the reason. Input: files of the run log (`training_logs/README.md`).
+hyperparameters, batch, target, tags, machine and placement) was run in `sync` and in other modes to the target, moments
+of the `sync` runs get the times of the others as labels. Runs in mode `auto`, without a target, or without a `sync` run
+of the same job are skipped and reported with the reason.
+
+A run that did not reach the target counts as a miss only if it finished, after at least the time that `sync` needed: a
+crash says nothing about a mode. The label of its relative time is the time that it was given, a lower bound, because
+the probability of reaching the target has a label of its own, as in simulated rows.
+
+Input: files of the run log (`training_logs/README.md`).
 """
 
 from __future__ import annotations
@@ -39,8 +45,7 @@ _FIRST_STEP = 8
 _ACTIVE_STEP = 12
 """Step by which the user's mode is active."""
 
-_MISSED = 3.5
-"""Logarithm of the relative time of a mode that never reached the target; the bound of `simulated_rows`."""
+_CLIP = 3.5  # As in `simulated_rows`.
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,6 +57,7 @@ class LoggedRun:
         facts: The job's logged facts.
         plans: Active plans in order, without repetition and without the `sync` that precedes the user's mode.
         target_s: When the target was reached, seconds since the first plan; infinite if it was not.
+        given_s: When it finished, seconds since the first plan; NaN if it failed, was killed, or runs.
         reports: Per rank (step, compute_s, late), in order of step.
         noise: (step, noise scale) of its windows.
     """
@@ -60,6 +66,7 @@ class LoggedRun:
     facts: dict[str, Any]
     plans: list[Plan]
     target_s: float
+    given_s: float
     reports: dict[int, list[tuple[int, float, bool]]]
     noise: list[tuple[int, float]] = field(default_factory=list)
 
@@ -116,7 +123,7 @@ def _read(folder: Path) -> LoggedRun:
     plans: list[Plan] = []
     points: list[tuple[str, float, float]] = []
     noise: list[tuple[int, float]] = []
-    begin_s = math.nan
+    begin_s, end_s = math.nan, math.nan
     for event in read_run_file(folder / "events.jsonl"):
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
@@ -131,6 +138,8 @@ def _read(folder: Path) -> LoggedRun:
             points.append((str(event.get("name")), float(event["value"]), float(event.get("time_s") or 0.0)))
         elif kind == "window" and isinstance(event.get("noise_scale"), (int, float)):
             noise.append((int(event.get("step") or 0), float(event["noise_scale"])))
+        elif kind == "end" and event.get("status") == "FINISHED":
+            end_s = float(event.get("time_s") or 0.0)
     target = _target(facts)
     if not plans:
         raise _UnusableRun("it has no plan")
@@ -139,7 +148,10 @@ def _read(folder: Path) -> LoggedRun:
     if target_s <= 0.0:
         raise _UnusableRun("it reached its target before its first plan, so no time says anything")
     reports = _all_reports(folder, plans[0].world_size)
-    return LoggedRun(name=folder.name, facts=facts, plans=plans, target_s=target_s, reports=reports, noise=noise)
+    return LoggedRun(
+        name=folder.name, facts=facts, plans=plans, target_s=target_s, given_s=end_s - begin_s, reports=reports,
+        noise=noise,
+    )  # fmt: skip
 
 
 def _plan(event: Mapping[str, Any]) -> Plan:
@@ -228,10 +240,12 @@ def real_rows(root: Path, project: str, *, report: Callable[[str], None] | None 
             skipped[folder.name] = str(why)
     found: list[list[Any]] = []
     for runs in jobs.values():
-        own = _job_rows(runs, project)
+        skipped |= (apart := _no_outcome(runs))
+        kept = [run for run in runs if run.name not in apart]
+        own = _job_rows(kept, project)
         found += own
         if not own:
-            skipped |= {run.name: _why_alone(runs) for run in runs}
+            skipped |= {run.name: _why_alone(kept) for run in kept}
     if report is not None:
         report(f"{len(folders) - len(skipped)} of {len(folders)} runs used")
         for name, reason in sorted(skipped.items()):
@@ -245,6 +259,31 @@ def _check_mode(run: LoggedRun) -> None:
     if len(run.plans) > 1:  # Mode auto, which older logs do not record, or a mode that became active late.
         labels = ", ".join(dict.fromkeys(plan.label for plan in run.plans))
         raise _UnusableRun(f"it changed its mode ({labels[:80]}); expected one fixed mode")
+
+
+def _no_outcome(runs: Sequence[LoggedRun]) -> dict[str, str]:
+    """Runs of one job that neither reached the target nor show that their mode misses it, with the reason."""
+    sync_s = _sync_s(runs)
+    if math.isnan(sync_s):
+        return {}  # None of them is used: `_why_alone`.
+    found = {}
+    for run in runs:
+        if math.isfinite(run.target_s):
+            continue
+        if math.isnan(run.given_s):
+            found[run.name] = "it ended without its target, but not as FINISHED: that is no miss"
+        elif run.given_s < sync_s:
+            took = f"{run.given_s:.4g} s, less than the {sync_s:.4g} s that sync needed"
+            found[run.name] = f"it ended without its target after {took}: that is no miss"
+        elif run.plans[0].label == "sync":
+            found[run.name] = "it is in sync and missed the target, which other runs in sync reached"
+    return found
+
+
+def _sync_s(runs: Sequence[LoggedRun]) -> float:
+    """Median time to the target of the runs in `sync` that reached it, NaN if none did."""
+    times = [run.target_s for run in runs if run.plans[0].label == "sync" and math.isfinite(run.target_s)]
+    return statistics.median(times) if times else math.nan
 
 
 def _why_alone(runs: Sequence[LoggedRun]) -> str:
@@ -318,7 +357,7 @@ def _job_rows(runs: Sequence[LoggedRun], project: str) -> list[list[Any]]:
     basis = [run for run in modes.pop("sync", []) if math.isfinite(run.target_s)]
     if not basis or not modes:
         return []
-    sync_s = statistics.median(run.target_s for run in basis)
+    sync_s = _sync_s(runs)
     plans = [basis[0].plans[0], *(own[0].plans[0] for own in modes.values())]
     outcomes = [(0.0, 1.0), *(_outcome(own, sync_s) for own in modes.values())]
     # Equal numbers of parameters count as the same network, which must not be in both training and test sets.
@@ -338,7 +377,10 @@ def _job_rows(runs: Sequence[LoggedRun], project: str) -> list[list[Any]]:
 
 
 def _outcome(runs: Sequence[LoggedRun], sync_s: float) -> tuple[float, float]:
-    """Logarithm of the relative time, and the share of the runs that reached the target."""
+    """Logarithm of the relative time, and the share of the runs that reached the target.
+
+    Of a mode that never reached it, the time is that which it was given: decisions add the cost of a miss themselves.
+    """
     times = [run.target_s for run in runs if math.isfinite(run.target_s)]
-    relative = math.log(statistics.median(times) / sync_s) if times else _MISSED
-    return max(-_MISSED, min(_MISSED, relative)), len(times) / len(runs)
+    relative = math.log(statistics.median(times or [run.given_s for run in runs]) / sync_s)
+    return max(-_CLIP, min(_CLIP, relative)), len(times) / len(runs)

@@ -277,9 +277,9 @@ def test_evaluate_names_the_version_and_keeps_its_figures(
 
 def logged(
     root: Path, name: str, plan: Plan, *, reached_s: float | None, slow: float = 3.0, batch: int = 8,
-    hyper: dict[str, object] | None = None, **more: object,
+    hyper: dict[str, object] | None = None, given_s: float | None = None, status: str = "FINISHED", **more: object,
 ) -> None:
-    """A run of 4 ranks as the run log writes it; rank 1 is slow."""
+    """A run of 4 ranks as the run log writes it; rank 1 is slow. It has no end unless `given_s` is given."""
     folder = root / name
     folder.mkdir(parents=True)
     optimizer = {"class": "SGD", "parameters": 9, "hyper": hyper or {"lr": 0.1}}
@@ -292,6 +292,8 @@ def logged(
     ]
     if reached_s is not None:
         events.append({"kind": "metric", "time_s": 1.0 + reached_s, "name": "accuracy", "value": 0.93, "step": 60})
+    if given_s is not None:
+        events.append({"kind": "end", "time_s": 1.0 + given_s, "status": status, "dropped": 0, "thinned": 0})
     text = "\n".join(json.dumps(event) for event in events) + '\n{"kind": "wind'
     (folder / "events.jsonl").write_text(text)
     for rank in range(4):
@@ -307,7 +309,7 @@ def test_runs_of_the_same_job_become_rows(tmp_path: Path) -> None:
     logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
     logged(tmp_path, "b", Plan.partial(4, 3), reached_s=5.0)
     logged(tmp_path, "c", Plan.partial(4, 3), reached_s=4.0)
-    logged(tmp_path, "d", Plan.local(4, steps=4), reached_s=None)
+    logged(tmp_path, "d", Plan.local(4, steps=4), reached_s=None, given_s=20.0)
     logged(tmp_path, "e", Plan.partial(4, 3), reached_s=1.0, batch=16)  # Another job, without a sync run.
     told: list[str] = []
     frame = dataset.frame_of(real_rows(tmp_path, "1", report=told.append))
@@ -315,6 +317,7 @@ def test_runs_of_the_same_job_become_rows(tmp_path: Path) -> None:
     assert set(frame["source"]) == {"real"} and set(frame["run"]) == {"a"} and set(frame["seed"]) == {-1}
     by_plan = frame.groupby("plan")
     assert by_plan["log_relative"].first()["partial(3)"] == pytest.approx(math.log(0.45))
+    assert by_plan["log_relative"].first()["local(4)"] == pytest.approx(math.log(2.0)), "the time that it was given"
     assert by_plan["reached"].first().to_dict() == {"sync": 1.0, "partial(3)": 1.0, "local(4)": 0.0}
     assert frame["slowest_log"].to_numpy() == pytest.approx(math.log(3.0), abs=0.05)
     dataset.write(tmp_path / "t.csv.gz", frame)
@@ -434,6 +437,27 @@ def test_windows_never_look_ahead(tmp_path: Path) -> None:
     for window in windows(run):
         assert all(max(stats.steps) <= window.step for stats in window.ranks)
         assert window.noise_scale == 3.5
+
+
+def test_a_crash_is_no_miss(tmp_path: Path) -> None:
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    logged(tmp_path, "b", Plan.sync(4), reached_s=None, given_s=30.0)
+    logged(tmp_path, "c", Plan.partial(4, 3), reached_s=5.0)  # Killed after its target: that is known.
+    logged(tmp_path, "d", Plan.partial(4, 3), reached_s=None)
+    logged(tmp_path, "e", Plan.partial(4, 3), reached_s=None, given_s=20.0, status="FAILED")
+    logged(tmp_path, "f", Plan.partial(4, 3), reached_s=None, given_s=9.0)
+    logged(tmp_path, "g", Plan.local(4, steps=4), reached_s=None)
+    told: list[str] = []
+    frame = dataset.frame_of(real_rows(tmp_path, "1", report=told.append))
+    assert set(frame["plan"]) == {"sync", "partial(3)"} and set(frame["reached"]) == {1.0}
+    assert told == [
+        "2 of 7 runs used",
+        "b: it is in sync and missed the target, which other runs in sync reached",
+        "d: it ended without its target, but not as FINISHED: that is no miss",
+        "e: it ended without its target, but not as FINISHED: that is no miss",
+        "f: it ended without its target after 9 s, less than the 10 s that sync needed: that is no miss",
+        "g: it ended without its target, but not as FINISHED: that is no miss",
+    ]
 
 
 @pytest.mark.parametrize("mode", ["sync", "partial"])
