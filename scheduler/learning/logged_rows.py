@@ -19,7 +19,7 @@ import math
 import re
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ _FIRST_STEP = 8
 _ACTIVE_STEP = 12
 """Step by which the user's mode is active."""
 
+_LEAST_RATE, _MOST_RATE = 1.0, 1e15  # Bytes per second; a link that is not between them was not measured.
 _CLIP = 3.5  # As in `simulated_rows`.
 
 
@@ -60,6 +61,7 @@ class LoggedRun:
         given_s: When it finished, seconds since the first plan; NaN if it failed, was killed, or runs.
         reports: Per rank (step, compute_s, late), in order of step.
         noise: (step, noise scale) of its windows.
+        readings: (step, `window` event), in order.
     """
 
     name: str
@@ -69,6 +71,7 @@ class LoggedRun:
     given_s: float
     reports: dict[int, list[tuple[int, float, bool]]]
     noise: list[tuple[int, float]] = field(default_factory=list)
+    readings: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
 
     @property
     def key(self) -> str:
@@ -123,6 +126,7 @@ def _read(folder: Path) -> LoggedRun:
     plans: list[Plan] = []
     points: list[tuple[str, float, float]] = []
     noise: list[tuple[int, float]] = []
+    readings: list[tuple[int, Mapping[str, Any]]] = []
     begin_s, end_s = math.nan, math.nan
     for event in read_run_file(folder / "events.jsonl"):
         kind = event.get("kind")
@@ -136,8 +140,10 @@ def _read(folder: Path) -> LoggedRun:
             plans += [plan] if not plans or plans[-1] != plan else []
         elif kind == "metric" and isinstance(event.get("value"), (int, float)):
             points.append((str(event.get("name")), float(event["value"]), float(event.get("time_s") or 0.0)))
-        elif kind == "window" and isinstance(event.get("noise_scale"), (int, float)):
-            noise.append((int(event.get("step") or 0), float(event["noise_scale"])))
+        elif kind == "window":
+            readings.append((int(event.get("step") or 0), event))
+            if isinstance(event.get("noise_scale"), (int, float)):
+                noise.append((readings[-1][0], float(event["noise_scale"])))
         elif kind == "end" and event.get("status") == "FINISHED":
             end_s = float(event.get("time_s") or 0.0)
     target = _target(facts)
@@ -150,7 +156,7 @@ def _read(folder: Path) -> LoggedRun:
     reports = _all_reports(folder, plans[0].world_size)
     return LoggedRun(
         name=folder.name, facts=facts, plans=plans, target_s=target_s, given_s=end_s - begin_s, reports=reports,
-        noise=noise,
+        noise=noise, readings=readings,
     )  # fmt: skip
 
 
@@ -195,24 +201,44 @@ def windows(run: LoggedRun) -> list[Window]:
     sizes = run.facts.get("optimizer") or {}
     found = []
     for step in dict.fromkeys(max(_FIRST_STEP, one) for one in steps):
-        ranks = []
-        for rank, own in sorted(run.reports.items()):
-            kept = [one for one in own if one[0] <= step][-_HISTORY:]
-            late = sum(one[2] for one in kept) / max(1, len(kept))
-            ranks.append(
-                RankStats(
-                    rank=rank, compute_s=tuple(one[1] for one in kept), steps=tuple(one[0] for one in kept),
-                    late_share=late,
-                )
-            )
         noise = [value for at, value in run.noise if at <= step]
+        event: Mapping[str, Any] = next((event for at, event in reversed(run.readings) if at <= step), {})
         found.append(
             Window(
-                step=step, ranks=tuple(ranks), noise_scale=noise[-1] if noise else math.nan,
-                comm_bytes=int(sizes.get("parameter_bytes") or 0),
+                step=step, ranks=tuple(_rank_stats(run, step, event)), noise_scale=noise[-1] if noise else math.nan,
+                comm_bytes=int(sizes.get("parameter_bytes") or 0), reduced_part=_part(event, "reduced_part"),
+                pushed_part=_part(event, "pushed_part"),
             )
         )
     return found
+
+
+def _rank_stats(run: LoggedRun, step: int, event: Mapping[str, Any]) -> Iterator[RankStats]:
+    """The ranks at a step: their reports so far, and the readings of the newest window."""
+    for rank, own in sorted(run.reports.items()):
+        kept = [one for one in own if one[0] <= step][-_HISTORY:]
+        rate = _reading(event, "link_bytes_per_s", rank)
+        yield RankStats(
+            rank=rank, compute_s=tuple(one[1] for one in kept), steps=tuple(one[0] for one in kept),
+            late_share=sum(one[2] for one in kept) / max(1, len(kept)),
+            input_share=min(1.0, _reading(event, "input_share", rank)),
+            starved_share=min(1.0, _reading(event, "starved_share", rank)),
+            link_bytes_per_s=rate if _LEAST_RATE <= rate <= _MOST_RATE else math.nan,
+            silent_s=_reading(event, "silent_s", rank),
+        )  # fmt: skip
+
+
+def _reading(event: Mapping[str, Any], name: str, rank: int) -> float:
+    """A rank's reading of a window, 0 where it is unknown (older logs have fewer) or negative."""
+    values = (event.get("ranks") or {}).get(name) or []
+    value = values[rank] if rank < len(values) else None
+    return 0.0 if value is None else max(0.0, float(value))
+
+
+def _part(event: Mapping[str, Any], name: str) -> float:
+    """A fraction of the gradient bytes that a window notes; 1 where it is unknown."""
+    value = event.get(name)
+    return float(value) if isinstance(value, (int, float)) and 0.0 < value <= 1.0 else 1.0
 
 
 def real_rows(root: Path, project: str, *, report: Callable[[str], None] | None = None) -> list[list[Any]]:

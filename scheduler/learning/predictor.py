@@ -34,7 +34,17 @@ from scheduler.learning.trial import try_heads
 from scheduler.plan.plan import Plan
 from scheduler.records import Window
 
-__all__ = ["CORRECTION_WEIGHT", "FORMAT", "HEADS", "SHIPPED", "SHIPPED_SHA256", "ModelError", "Predictor", "load", "read_about"]
+__all__ = [
+    "CORRECTION_WEIGHT",
+    "FORMAT",
+    "HEADS",
+    "SHIPPED",
+    "SHIPPED_SHA256",
+    "ModelError",
+    "Predictor",
+    "load",
+    "read_about",
+]
 
 logger = logging.getLogger("star_hvd")
 

@@ -439,6 +439,31 @@ def test_windows_never_look_ahead(tmp_path: Path) -> None:
         assert window.noise_scale == 3.5
 
 
+def test_rows_have_the_readings_of_the_newest_window_of_their_moment(tmp_path: Path) -> None:
+    for name, plan in (("a", Plan.sync(4)), ("b", Plan.partial(4, 3))):
+        logged(tmp_path, name, plan, reached_s=10.0)
+    ranks = {"input_share": [0.0, 0.25, 0.0, None], "starved_share": [0.0, 0.5, 0.0, 0.0],
+             "silent_s": [0.0, 0.0, 7.0, 0.0], "link_bytes_per_s": [1e9, 1e8, None, 1e9]}  # fmt: skip
+    window = {"kind": "window", "time_s": 2.5, "step": 30, "reduced_part": 0.25, "pushed_part": 0.5, "ranks": ranks}
+    later = {**window, "time_s": 3.0, "step": 100, "reduced_part": 0.75, "ranks": {"input_share": [1.0]}}
+    path = tmp_path / "a" / "events.jsonl"
+    lines = path.read_text().split("\n")
+    path.write_text("\n".join([*lines[:3], json.dumps(window), json.dumps(later), *lines[3:]]))
+    run = read_run(tmp_path / "a")
+    assert run is not None
+    for found in windows(run):
+        known = found.step >= 30
+        assert (found.reduced_part, found.pushed_part) == ((0.25, 0.5) if known else (1.0, 1.0))
+        assert found.ranks[1].starved_share == (0.5 if known else 0.0)
+        assert found.ranks[2].silent_s == (7.0 if known else 0.0) and math.isnan(found.ranks[2].link_bytes_per_s)
+        assert math.isfinite(found.ranks[1].link_bytes_per_s) is known and found.ranks[3].input_share == 0.0
+    frame = dataset.frame_of(real_rows(tmp_path, "1"))
+    last, first = frame[frame["step"] == frame["step"].max()], frame[frame["step"] == frame["step"].min()]
+    assert set(last["fed"]) == {0.25} and set(last["starved"]) == {0.5} and (last["silent_log"] > 0.0).all()
+    assert (last["link_share"] > 0.0).all()
+    assert not first[["fed", "starved", "silent_log", "link_share"]].to_numpy().any()
+
+
 def test_a_crash_is_no_miss(tmp_path: Path) -> None:
     logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
     logged(tmp_path, "b", Plan.sync(4), reached_s=None, given_s=30.0)
