@@ -26,7 +26,7 @@ from scheduler.simulator.machines import Array
 from scheduler.simulator.rounds import Rounds
 from scheduler.simulator.scenario import Scenario, draw_scenario
 
-__all__ = ["HORIZON_STEPS", "Moment", "collect_scenario", "fork", "in_order"]
+__all__ = ["HORIZON_STEPS", "Moment", "collect_scenario", "fork", "in_order", "moment_rows"]
 
 HORIZON_STEPS = 32
 """Horizon of a label in synchronous steps: half of the reports in a window, so that these are informative."""
@@ -68,6 +68,21 @@ def in_order(offered: Sequence[Plan], conditions: Conditions) -> list[Prediction
     """The cost model's predictions in the order of the candidates."""
     found = {id(prediction.plan): prediction for prediction in rank(offered, conditions)}
     return [found[id(plan)] for plan in offered]
+
+
+def moment_rows(
+    offered: Sequence[Plan], more: Sequence[Plan], conditions: Conditions, window: Window, active: Plan
+) -> Array:
+    """Feature rows of candidates and of further plans, as live decisions would compute them.
+
+    Some features depend on all candidates, such as their number and the best one's time. The candidates' are those of a
+    decision without the further plans, and each of these is a candidate of its own decision beside them.
+    """
+    found = [rows(offered, conditions, window, active, in_order(offered, conditions))]
+    for plan in more:
+        plans = [*offered, plan]
+        found.append(rows(plans, conditions, window, active, in_order(plans, conditions))[-1:])
+    return np.concatenate(found)
 
 
 def fork(job: Job, plans: Sequence[Plan], *, steps: int = HORIZON_STEPS) -> tuple[Array, Array]:
@@ -209,9 +224,10 @@ class _Collector:
         n = conditions.world_size
         more = [Plan.partial(n, quorum) for quorum in sorted({max(1, n // 2), max(1, 3 * n // 4)})]
         seen = {plan.label for plan in offered}
-        plans = [*offered, *(plan for plan in more if plan.label not in seen)]
+        more = [plan for plan in more if plan.label not in seen]
+        plans = [*offered, *more]
         predictions = in_order(plans, conditions)
-        features = rows(plans, conditions, window, active, predictions)
+        features = moment_rows(offered, more, conditions, window, active)
         chosen = [i for i, plan in enumerate(plans) if i == 0 or not _long(plan) or self._rng.random() < _LONG_SHARE]
         log_relative, reached = fork(self.job, [plans[i] for i in chosen])
         self.moments.append(

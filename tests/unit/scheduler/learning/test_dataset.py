@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from scheduler.cost.conditions import Conditions
 from scheduler.learning import dataset
-from scheduler.learning.features import FEATURES
-from scheduler.learning.simulated_rows import collect_scenario, fork
+from scheduler.learning.features import FEATURES, rows
+from scheduler.learning.simulated_rows import collect_scenario, fork, in_order, moment_rows
 from scheduler.plan.plan import Plan
 from scheduler.simulator import Cluster, Episode, Job, Network, Scenario
 from tests.support.learning import small_table
@@ -104,12 +105,27 @@ def test_every_mode_can_be_tried_from_every_other() -> None:
         assert np.isfinite(log_relative).all() and job.now_s == before, start.label
 
 
+def test_features_of_candidates_do_not_depend_on_plans_that_a_decision_does_not_have() -> None:
+    job = slow_job()
+    job.advance(12)
+    window, active = job.window(), Plan.sync(4)
+    conditions = Conditions.from_window(window)
+    assert conditions is not None
+    offered, more = [Plan.sync(4), Plan.local(4, steps=4)], [Plan.partial(4, 3), Plan.partial(4, 2)]
+    found = moment_rows(offered, more, conditions, window, active)
+    live = rows(offered, conditions, window, active, in_order(offered, conditions))
+    assert found.shape == (4, len(FEATURES)) and (found[:2] == live).all()
+    assert found[:, FEATURES.index("offered")].tolist() == [2.0, 2.0, 3.0, 3.0]
+    assert found[0, FEATURES.index("best_log")] > found[2, FEATURES.index("best_log")], "partial(3) is faster"
+    assert (found[:, FEATURES.index("cost_gap_log")] >= 0.0).all()
+
+
 @pytest.mark.slow
 def test_a_scenario_gives_rows_of_the_table() -> None:
     scenario, moments = collect_scenario(4, moments=1)
     assert len(moments) == 1 and moments[0].plans[0].mode == "sync"
-    rows = dataset.records(scenario, moments, "1")
-    assert len(rows) == len(moments[0].plans) and {len(row) for row in rows} == {len(dataset.columns())}
-    assert moments[0].features.shape == (len(rows), len(FEATURES))
+    table = dataset.records(scenario, moments, "1")
+    assert len(table) == len(moments[0].plans) and {len(row) for row in table} == {len(dataset.columns())}
+    assert moments[0].features.shape == (len(table), len(FEATURES))
     again = collect_scenario(4, moments=1)[1][0]
     assert (again.log_relative == moments[0].log_relative).all() and (again.features == moments[0].features).all()
