@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from typing import Any
 from scheduler.cost.conditions import Conditions
 from scheduler.learning.features import rows, speed
 from scheduler.learning.simulated_rows import in_order
+from scheduler.mlflow_limits import limit_requests
 from scheduler.plan.plan import Plan, PlanError
 from scheduler.records import RankStats, Window
 from scheduler.redact import redacted
@@ -241,12 +243,19 @@ def _part(event: Mapping[str, Any], name: str) -> float:
     return float(value) if isinstance(value, (int, float)) and 0.0 < value <= 1.0 else 1.0
 
 
-def real_rows(root: Path, project: str, *, report: Callable[[str], None] | None = None) -> list[list[Any]]:
+def real_rows(
+    root: Path,
+    project: str,
+    *,
+    missing: Mapping[str, str] | None = None,
+    report: Callable[[str], None] | None = None,
+) -> list[list[Any]]:
     """Rows of all runs under a folder, in the order of `dataset.columns()`.
 
     Args:
         root: `training_logs/runs`, or another folder of run folders.
         project: Version of the project, for the rows.
+        missing: Runs that exist, but not in the folder, with the reason; they are reported as skipped.
         report: Called with a sentence on how many runs were used, then with one on every skipped run.
 
     Raises:
@@ -256,7 +265,8 @@ def real_rows(root: Path, project: str, *, report: Callable[[str], None] | None 
         raise ValueError(f"--runs is {root}; expected a folder of logged runs")
     folders = sorted(path.parent for path in root.glob("*/events.jsonl"))
     jobs: dict[str, list[LoggedRun]] = {}
-    skipped: dict[str, str] = {}
+    skipped = dict(missing or {})
+    count = len(folders) + len(skipped)
     for folder in folders:
         try:
             run = _read(folder)
@@ -273,7 +283,7 @@ def real_rows(root: Path, project: str, *, report: Callable[[str], None] | None 
         if not own:
             skipped |= {run.name: _why_alone(kept) for run in kept}
     if report is not None:
-        report(f"{len(folders) - len(skipped)} of {len(folders)} runs used")
+        report(f"{count - len(skipped)} of {count} runs used")
         for name, reason in sorted(skipped.items()):
             report(f"{name}: {reason}")
     return found
@@ -339,6 +349,7 @@ def mlflow_rows(
     """
     from scheduler.learning.registry import tracking_uri
 
+    limit_requests()
     try:
         import mlflow
     except ImportError:
@@ -352,27 +363,46 @@ def mlflow_rows(
                 shown = redacted(uri, environ)
                 raise ValueError(f"MLflow at {shown} has no experiment {name}; expected the one the run log sends to")
             mlflow.set_tracking_uri(uri)
-            _download(client, experiment.experiment_id, Path(scratch))
+            missing = _download(client, experiment.experiment_id, Path(scratch))
         except mlflow.exceptions.MlflowException as error:
             raise ValueError(redacted(f"MLflow at {uri} says: {error}", environ)) from None
-        return real_rows(Path(scratch), project, report=report)
+        missing = {run: redacted(reason, environ) for run, reason in missing.items()}
+        return real_rows(Path(scratch), project, missing=missing, report=report)
 
 
-def _download(client: Any, experiment_id: str, target: Path) -> None:
-    """Download the files of every job of an experiment, each to its own folder."""
-    token = None
+def _download(client: Any, experiment_id: str, target: Path) -> dict[str, str]:
+    """Download the files of every job of an experiment, each to its own folder.
+
+    Returns:
+        The jobs without files, with the reason.
+    """
+    token, missing = None, {}
     while True:
         page = client.search_runs([experiment_id], "tags.`star.kind` = 'job'", max_results=200, page_token=token)
         for run in page:
-            folder = target / run.info.run_id
-            folder.mkdir()
-            if any(item.path == "star" for item in client.list_artifacts(run.info.run_id)):
-                client.download_artifacts(run.info.run_id, "star", str(folder))
-                for file in (folder / "star").iterdir():
-                    file.rename(folder / file.name)
+            name = run.info.run_id
+            try:
+                if not _download_run(client, name, target / name):
+                    missing[name] = "MLflow has no files of it; call `star-hvd sync-logs` on its hosts"
+            except Exception as error:
+                # MLflow passes on any error of its stores. The other runs may be there.
+                shutil.rmtree(target / name, ignore_errors=True)
+                text = " ".join(str(error).split())[:300]
+                missing[name] = f"its files cannot be downloaded: {type(error).__name__}: {text}"
         token = page.token
         if not token:
-            return
+            return missing
+
+
+def _download_run(client: Any, run_id: str, folder: Path) -> bool:
+    """Download a job's files; returns whether MLflow has its events."""
+    if all(item.path != "star" for item in client.list_artifacts(run_id)):
+        return False
+    folder.mkdir()
+    client.download_artifacts(run_id, "star", str(folder))
+    for file in (folder / "star").iterdir():
+        file.rename(folder / file.name)
+    return (folder / "events.jsonl").exists()
 
 
 def _job_rows(runs: Sequence[LoggedRun], project: str) -> list[list[Any]]:

@@ -23,6 +23,7 @@ from typing import Any
 from scheduler.child_process import module_command
 from scheduler.learning.features import FEATURES, SCHEMA_VERSION
 from scheduler.learning.predictor import ModelError, load
+from scheduler.mlflow_limits import limit_requests
 from scheduler.redact import redacted
 
 __all__ = ["CHALLENGER", "CHAMPION", "FETCH_S", "MODEL_NAME", "Registry", "Version", "fetch", "tracking_uri"]
@@ -72,8 +73,7 @@ class Registry:
     """
 
     def __init__(self, environ: Mapping[str, str], name: str = MODEL_NAME) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        limit_requests()
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         try:
             import mlflow

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from scheduler.mlflow_limits import limit_requests
 from scheduler.redact import redacted
 from star_hvd.run_log import layout
 from star_hvd.run_log.convert import MetricRow, RunState, flat, point_metric, window_metrics
@@ -29,9 +30,7 @@ _MOST_SEGMENTS = 200  # Maximum number of segments that become MLflow runs; the 
 
 def connect(uri: str) -> Any:
     """Return an MLflow client. Imports MLflow, so do not use it in processes that train."""
-    # MLflow's defaults, 120 s per request and 7 retries, are too long for a log.
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    limit_requests()
     from mlflow.tracking import MlflowClient
 
     if uri.startswith(_SQLITE):

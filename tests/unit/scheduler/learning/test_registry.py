@@ -164,9 +164,26 @@ def test_runs_in_mlflow_become_rows_to_train_on(
             mlflow.log_artifacts(str(tmp_path / name), "star")
     with mlflow.start_run(tags={"star.kind": "job"}):
         pass  # A job whose files never came.
+    with mlflow.start_run(tags={"star.kind": "job"}) as broken:
+        mlflow.log_artifacts(str(tmp_path / "a"), "star")
+    download = mlflow.MlflowClient.download_artifacts
+
+    def fails_for_one(self: object, run_id: str, *arguments: object) -> object:
+        if run_id == broken.info.run_id:
+            raise ConnectionError("no such bucket")
+        return download(self, run_id, *arguments)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "download_artifacts", fails_for_one)
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_TIMEOUT", raising=False)
     told: list[str] = []
     rows = mlflow_rows(environ, "1", report=told.append)
-    assert told[0].startswith("2 of 2 runs used") and {row[0] for row in rows} == {"real"}
+    assert told[0] == "2 of 4 runs used" and {row[0] for row in rows} == {"real"}
+    assert sorted(line.partition(": ")[2] for line in told[1:]) == [
+        "MLflow has no files of it; call `star-hvd sync-logs` on its hosts",
+        "its files cannot be downloaded: ConnectionError: no such bucket",
+    ]
+    assert os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] == "10"
+    monkeypatch.undo()
 
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
