@@ -71,7 +71,7 @@ docs-venv: $(DOCS_VENV)/.made
 
 docs: docs-venv
 	$(PYTHON) scripts/protocol_tables.py --check
-	$(DOCS_VENV)/bin/python -m mkdocs build --strict --site-dir $(abspath $(SITE))
+	$(DOCS_VENV)/bin/python -m mkdocs build --strict --site-dir "$(abspath $(SITE))"
 
 # mypy uses one core for half a minute, so it runs beside the tests.
 test: setup
@@ -86,7 +86,7 @@ test-quick: lint
 stress: setup
 	@for seed in $$(seq 1 $(SEEDS)); do echo "seed $$seed of $(SEEDS)"; \
 	  PYTHONPATH=. OMP_NUM_THREADS=1 STAR_RUN_LOG=0 $(BIN)/horovodrun -np 4 --gloo \
-	    $(abspath $(BIN))/python -m tests.multiproc.modes switch:$$seed:70:moody || exit 1; done
+	    "$(abspath $(BIN))/python" -m tests.multiproc.modes switch:$$seed:70:moody || exit 1; done
 
 nemesis: setup
 	@$(BIN)/python -m tests.nemesis --seeds $(SEEDS)

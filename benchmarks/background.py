@@ -72,7 +72,7 @@ def _row(cell: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, print a table, write JSON; exit status 1 if rate-limited links are unavailable."""
+    """Measure, print a table, write JSON; exit status 77 if rate-limited links are unavailable."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--modes", default="local(8);ps(3)", help="separated by semicolons")
     parser.add_argument("--mbytes", default="1,10", help="sizes of the gradient in 10^6 bytes")
@@ -97,8 +97,11 @@ def main(argv: list[str] | None = None) -> int:
                                 "compute_s": options.compute_ms / 1e3, "sets": not options.no_sets}
                         cells.append(measure(spec, network, options.repeats))
                         print(_row(cells[-1]), flush=True)
-    except (NetworkError, JobFailed) as error:
-        print(error, file=sys.stderr)
+    except NetworkError as error:
+        print(f"skipped: {error}", file=sys.stderr)
+        return 77
+    except JobFailed as error:
+        print(f"error: {error}", file=sys.stderr)
         return 1
     if options.json is not None:
         options.json.write_text(json.dumps({"cells": cells}, indent=1) + "\n", encoding="utf-8")

@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = {
         "ratio_5ms": found["5ms"]["ratio"],
         "ratio_jpeg": found["jpeg"]["ratio"],
-        "cores": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),
         "workers": WORKERS,
         "batch_samples": BATCH_SAMPLES,
         "samples": args.samples,

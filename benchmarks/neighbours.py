@@ -42,13 +42,19 @@ _QUOTA_CORES, _BURNERS, _PERIOD_S = 1.0, 2, 0.1  # A host's quota, its load proc
 _PHASES = ("sync", "placed", "forced")
 _DEVICE_S = 0.02  # Emulated device time of a step of the job with servers.
 _WAIT_S = 90.0  # For servers to come into force on a heavily loaded machine.
-_EXIT_FAILED = 1
+_EXIT_FAILED, _EXIT_SKIPPED = 1, 77
 
 Phase = tuple[str, float, float]  # Name, begin and end; seconds of the machine's clock.
 
 
 def halves(cpus: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the processors of the two hosts."""
+    """Return the processors of the two hosts.
+
+    Raises:
+        QuotaError: There is only one.
+    """
+    if len(cpus) < 2:
+        raise QuotaError(f"two hosts need two processors; this process may use {len(cpus)}")
     ordered = tuple(sorted(cpus))
     middle = len(ordered) // 2
     return ordered[:middle], ordered[middle:]
@@ -339,7 +345,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             found["neighbour"] = near = _measure_neighbour(args)
             for name, value in near["ratio"].items():
                 print(f"another job's step time, servers {name}: {value:.3f} x that before ({near['ratios'][name]})")
-    except (JobFailed, QuotaError) as error:
+    except QuotaError as error:
+        print(f"skipped: {error}")
+        return _EXIT_SKIPPED
+    except JobFailed as error:
         print(f"error: {error}")
         return _EXIT_FAILED
     if args.json is not None:

@@ -246,7 +246,10 @@ def _block(pipes: Sequence[Any], kind: str, count: int) -> list[float]:
 def _answer(pipe: Any) -> Any:
     if not pipe.poll(DEADLINE_S):
         raise RuntimeError(f"a worker of the benchmark did not answer within {DEADLINE_S:g} s")
-    return pipe.recv()
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise RuntimeError("a worker of the benchmark has ended; see its message above") from None
 
 
 def summarize(blocks_s: dict[str, list[list[float]]], model_bytes: int) -> dict[str, Any]:

@@ -62,7 +62,7 @@ CELLS = (
     (10.0, 200.0, 0.4, "local(8)", (PLAIN, OURS, BEHIND)),
 )
 """Megabytes, Mbit/s, device time over the least time of a reduction, mode, variants if not all: the default."""
-_EXIT_FAILED = 1
+_EXIT_FAILED, _EXIT_SKIPPED = 1, 77
 _STARTUP_S = 120.0
 
 Cell = dict[str, Any]  # One variant of one cell, as written to the file.
@@ -326,7 +326,7 @@ def _cells(args: argparse.Namespace) -> list[tuple[float, float, float, str, tup
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; exit status 1 if a job failed."""
+    """Measure; exit status 1 if a job failed, 77 if this machine cannot have slow links."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transmission", description=__doc__.splitlines()[0])
     parser.add_argument("--mbytes", help="sizes of the network, separated by commas; 1,10 where another is given")
     parser.add_argument("--mbit", help="rates of the links; 50,200")
@@ -342,6 +342,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.each < 1 or args.ranks % args.each or args.ranks == args.each:
         parser.error(f"--each is {args.each}; expected a divisor of --ranks, {args.ranks}, below it")
+    if unknown := set(filter(None, args.variants.split(","))) - VARIANTS.keys():
+        parser.error(f"--variants has {', '.join(sorted(unknown))}; expected some of {', '.join(VARIANTS)}")
     places = _cells(args)
     args.least_mbit = min(mbit for _, mbit, *_ in places)
     console, cells = Console(highlight=False, soft_wrap=True), list[Cell]()
@@ -349,8 +351,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             cells += measure(*place, args, lambda text: console.print(text, markup=False))
         except (JobFailed, NetworkError) as error:
-            console.print(f"error: {error}", markup=False)
-            return _EXIT_FAILED
+            skipped = isinstance(error, NetworkError)
+            console.print(f"{'skipped' if skipped else 'error'}: {error}", markup=False)
+            if args.json is not None:  # Some cells alone would pass for all figures.
+                args.json.unlink(missing_ok=True)
+            return _EXIT_SKIPPED if skipped else _EXIT_FAILED
         if args.json is not None:
             ranks = {"ranks": args.ranks, "each": args.each}
             write_json(args.json, {"schema": 1, **ranks, "cells": cells, **figures(cells)})

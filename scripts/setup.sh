@@ -29,6 +29,8 @@ attempt() {
     echo "[setup] $what"
     "$@" >"$log" 2>&1 &
     local child=$!
+    # The shell has the child ignore Ctrl-C: it would go on installing.
+    trap 'kill "$child" 2>/dev/null; wait "$child"; exit 130' INT TERM
     while kill -0 "$child" 2>/dev/null; do
         sleep 0.2
         if ((SECONDS - start >= shown + 10)); then
@@ -36,6 +38,7 @@ attempt() {
             echo "[setup] $what: $shown s"
         fi
     done
+    trap - INT TERM
     wait "$child"
 }
 
@@ -58,6 +61,9 @@ command -v "$PYTHON" >/dev/null || fail "$PYTHON was not found: apt-get install 
 
 python=$VENV/bin/python
 if ! "$python" -m pip --version >/dev/null 2>&1; then
+    if [ -e "$VENV" ] && [ -n "$(ls -A "$VENV")" ] && [ ! -e "$log" ]; then
+        fail "$VENV exists, has no pip, and is not of an earlier make setup: remove it, or set VENV= to another folder"
+    fi
     echo "[setup] making $VENV"
     "$PYTHON" -m venv --clear "$VENV"
 fi

@@ -10,7 +10,7 @@ import platform
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ class Ledger:
     def put(self, name: str, entry: dict[str, Any]) -> None:
         """Record a row's entry."""
         self.rows[name] = entry
-        self.document["date"] = datetime.now(UTC).date().isoformat()
+        self.document["date"] = datetime.now(timezone.utc).date().isoformat()
         write_json(self.path, self.document)
 
     def forget(self, name: str) -> None:
@@ -121,7 +121,7 @@ def _entry(row: Row, ledger: Ledger, quick: bool) -> dict[str, Any]:
     entry = {
         "command": " ".join(["python -m", row.module, *_shown(arguments[:-2], ledger.folder)]),
         "cores": len(os.sched_getaffinity(0)),
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "took_s": round(time.monotonic() - began_s, 1),
     }
     if path.is_file():  # A benchmark that exceeds its limit also writes figures.
@@ -143,7 +143,11 @@ def _shown(arguments: Sequence[str], folder: Path) -> list[str]:
 
 
 def _call(module: str, arguments: Sequence[str]) -> int:
-    """Run a benchmark's `main`; an exception fails only this row and goes into its log. A signal ends the whole run."""
+    """Run a benchmark's `main`; an exception fails only this row and goes into its log. A signal ends the whole run.
+
+    Variables that it sets, such as Horovod's, are gone for the next row.
+    """
+    before = dict(os.environ)
     try:
         return int(importlib.import_module(module).main(arguments))
     except SystemExit as end:
@@ -153,6 +157,9 @@ def _call(module: str, arguments: Sequence[str]) -> int:
     except Exception:
         traceback.print_exc()
         return 1
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

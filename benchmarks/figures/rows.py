@@ -226,7 +226,8 @@ ROWS: tuple[Row, ...] = (
         quick=("--blocks=2", "--steps=5", "--device-ms=5"), pick=keys(*STEP_FIGURES),
     ),
     Row(
-        name="loader", part="costs", module="benchmarks.loader", pick=keys("cores", "ratio_5ms", "ratio_jpeg"),
+        name="loader", part="costs", module="benchmarks.loader", quick=("--epochs=1", "--samples=160"),
+        pick=keys("cores", "ratio_5ms", "ratio_jpeg"),
     ),
     Row(
         name="startup", part="costs", module="benchmarks.startup", options=("--optimizers=50",),
@@ -254,7 +255,9 @@ ROWS: tuple[Row, ...] = (
         pick=keys("model_bytes", "ps_bytes_per_s", "ratio", "ps_server_cpu_s"),
     ),
     Row(
-        name="transmission", part="costs", module="benchmarks.transmission", pick=keys("ranks", *LINK_FIGURES),
+        name="transmission", part="costs", module="benchmarks.transmission",
+        quick=("--mbytes=0.1", "--mbit=200", "--parts=0.8", "--steps=2", "--warm=1", "--variants=horovod,star"),
+        pick=keys("ranks", *LINK_FIGURES),
     ),
     Row(
         name="compression", part="costs", module="benchmarks.compression",

@@ -24,6 +24,8 @@ __all__ = ["JobFailed", "horovodrun_command", "run_job"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEPT_LOG_LINES = 40
+_OVERRIDES = ("STAR_MODE", "STAR_ACCURACY", "STAR_OVERLAP", "STAR_POLICY", "STAR_LEAST_QUORUM", "STAR_ENCRYPTION")
+"""Variables that override what a benchmark asks for: a job would not be what its figures are named."""
 TERMINATE_GRACE_S = 5.0
 POLL_S = 0.2
 
@@ -67,13 +69,14 @@ def run_job(
         deadline_s: The job must end within this time.
         stall_s: Longest time without a line of output.
         on_progress: Called with the fields of every progress line.
-        added_environment: Variables added to this process's environment.
+        added_environment: Variables added to this process's environment, without those of `_OVERRIDES`.
 
     Raises:
         JobFailed: It ended with an error or missed a deadline. No process of the job is left running.
         SystemExit: This process got SIGTERM meanwhile; the job is ended as well.
     """
-    environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONUNBUFFERED="1")
+    environment = {name: value for name, value in os.environ.items() if name not in _OVERRIDES}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     environment.setdefault("STAR_RUN_LOG", "0")  # A log sender per training would use the cores that are measured.
     environment.update(added_environment or {})
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))

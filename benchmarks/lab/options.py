@@ -313,5 +313,5 @@ def _link_bits_per_s(args: argparse.Namespace, scenario: Scenario, special: _Spe
 
 def _quota_cores(scenario: Scenario) -> float:
     """Return the share of a core that makes a rank `slowdown` times slower than its fair share of the machine."""
-    fair = min(1.0, (os.cpu_count() or 1) / scenario.ranks)
+    fair = min(1.0, len(os.sched_getaffinity(0)) / scenario.ranks)
     return fair / scenario.slowdown(scenario.ranks - 1, 0)

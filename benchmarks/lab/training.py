@@ -220,7 +220,7 @@ def _star_job(
         options["compression"] = getattr(hvd.Compression, spec.compression)
     if spec.overlap:
         options["overlap"] = True
-    if spec.accuracy != "bounded":
+    if spec.accuracy != "bounded" and variant not in spec.modes and variant != "drop":  # What `auto` may choose.
         options["accuracy"] = spec.accuracy
     wrapped = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
     if spec.feeding_of(variant) == "sampler":

@@ -20,9 +20,9 @@ def main(folder: Path, side: str, optimizers: int, steps: int, device_s: float) 
     else:
         import star_hvd as hvd
 
+    times = {"imported_unix_s": time.time()}
     torch.set_num_threads(1)
     hvd.init()
-    times = {"imported_unix_s": time.time()}
     for _ in range(optimizers):
         net = torch.nn.Linear(8, 1)
         inner = torch.optim.SGD(net.parameters(), lr=0.01)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks import transmission
 from benchmarks.figures.rows import LINK_FIGURES
+from benchmarks.lab.launch import JobFailed
+from benchmarks.machine.netns import NetworkError
 from benchmarks.transmission import CELLS, bound_s, figures, link_s, ps_cycle_s, ps_wire_s, push_s, variants_of
 from benchmarks.workers.transmission import VARIANTS, Job, network_of
 
@@ -29,6 +33,25 @@ def test_figures_are_those_of_their_cells() -> None:
     assert figures(bound) == {"compute_bound": pytest.approx(1.05)}
     assert figures([cell("hierarchical", 0.8, 0.7, 0.7)]) == {"hierarchical": 0.7}
     assert figures([]) == {}
+
+
+@pytest.mark.parametrize(("error", "status"), [(JobFailed("it died"), 1), (NetworkError("no root"), 77)])
+def test_some_cells_alone_are_no_result(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, status: int
+) -> None:
+    measured = [cell("horovod", 0.8, 1.0, 1.0) | {"link_s": 0.1, "compute_s": 0.1, "exposed_comm_s": 0.1}]
+
+    def measure(mbytes: float, *rest: Any) -> list[dict[str, Any]]:
+        if mbytes > 1.0:
+            raise error
+        return measured
+
+    monkeypatch.setattr(transmission, "measure", measure)
+    path = tmp_path / "figures.json"
+    assert transmission.main(["--mbytes=1", "--json", str(path)]) == 0 and path.is_file()
+    assert transmission.main(["--mbytes=1,10", "--json", str(path)]) == status and not path.exists()
+    with pytest.raises(SystemExit):
+        transmission.main(["--variants=typo"])
 
 
 def test_figures_of_servers_and_of_local_steps() -> None:

@@ -74,6 +74,10 @@ PRIVATE_IN_TESTS = {
     "support/inside.py": 1,
     # That a dictionary is used under its lock only.
     "unit/star_hvd/runtime/test_server_sessions.py": 3,
+    # What a decision holds of an outcome, or of reports, that takes hundreds of steps to show.
+    "unit/scheduler/cost/test_bounds.py": 1, "unit/scheduler/policy/test_cost_policy.py": 6,
+    "unit/scheduler/policy/test_switch_outcome.py": 15, "unit/star_hvd/coordinator/test_job_state_watch.py": 2,
+    "unit/star_hvd/coordinator/test_mode_chooser_outcomes.py": 2,
 }  # fmt: skip
 """Private accesses by file under `tests/`; a class gets a small public seam rather than an entry here."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -84,6 +85,7 @@ class TestMeasuring:
 
         def run(arguments: Sequence[str]) -> int:
             calls.append(list(arguments))
+            os.environ["OF_A_ROW"] = "1"
             sys.stdout.write("measuring\n")
             if "--raise" in arguments:
                 raise RuntimeError("it broke")
@@ -112,7 +114,7 @@ class TestMeasuring:
         assert entry["cores"] >= 1 and entry["command"] == "python -m benchmarks.made_up --slow"
         assert (tmp_path / "a.log").read_text() == "measuring\n"
         measure_row(self.row("b", quick=("--fast",)), ledger, quick=True)
-        assert "--fast" in calls[1]
+        assert "--fast" in calls[1] and "OF_A_ROW" not in os.environ
 
     def test_what_is_measured_of_this_version_is_kept(self, calls: list[list[str]], tmp_path: Path) -> None:
         measure_row(self.row("a"), Ledger(tmp_path, "v1", quick=False), quick=False)

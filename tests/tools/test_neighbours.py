@@ -11,7 +11,9 @@ from benchmarks.neighbours import busy_load, containers, halves, median_in, rati
 
 
 def test_hosts_are_halves_of_the_processors() -> None:
-    assert halves([3, 1, 0, 2]) == ((0, 1), (2, 3)) and halves([5]) == ((), (5,))
+    assert halves([3, 1, 0, 2]) == ((0, 1), (2, 3)) and halves([5, 4]) == ((4,), (5,))
+    with pytest.raises(QuotaError, match="two processors"):
+        halves([5])
 
 
 def test_step_times_in_a_phase_over_those_before_it() -> None:
