@@ -239,6 +239,8 @@ class Window:
         now_s: When the window was made, seconds on the clock of its process; NaN if unknown.
         pause_s: Longest time since the window before in which no rank reported or waited for others, as in an
             evaluation.
+        counts_local: Whether `step` and the steps of reports count those between two averagings of `local` one by one,
+            as the simulator does. In a job an averaging is a step.
     """
 
     step: int
@@ -258,6 +260,7 @@ class Window:
     headroom: tuple[Headroom, ...] = ()
     now_s: float = float("nan")
     pause_s: float = 0.0
+    counts_local: bool = False
     _table: RankTable | None = field(default=None, init=False, repr=False, compare=False)
 
     @property

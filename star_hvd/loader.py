@@ -292,7 +292,7 @@ class ShardLoader:
         if shares is not None:
             even = self._run.world_size if stock.even else 0
             shares.begin_epoch(stock.epoch, samples, self.batch_size, even=even)
-        self._open = interrupted = _Interrupted(coming.epoch, stock.epoch, order.saved, len(order))
+        self._open = interrupted = _Interrupted(coming, stock)
         stock.begin(_digest(order, done), done)
         batches: LeasedBatches | StreamBatches
         if self._stream is not None:
@@ -319,7 +319,7 @@ class ShardLoader:
         self._warn_of_parts()
         order = coming.order
         stock, steps = self._open_microbatches(coming)
-        self._open = interrupted = _Interrupted(coming.epoch, stock.epoch, order.saved, len(order))
+        self._open = interrupted = _Interrupted(coming, stock)
         self.lease_waits.append(0)
         try:
             yield from LeasedMicrobatches(
@@ -522,6 +522,8 @@ class ShardLoader:
         self._resume = dict(state) if state["positions"] >= 0 else None
         self._open = None
         if self._attached is not None and runtime.current() is self._attached:
+            if self._parts and self._open is not None:
+                self._open.stock.close()  # Its iterator may be kept, and the ranks would wait for this one in it.
             if self._coming is not None:
                 self._skip(self._coming)
             if self._next_stock is not None:
@@ -582,11 +584,13 @@ class _Interrupted:
     """What a state needs of the current epoch: number, key at the coordinator, order and length.
 
     Attributes:
+        stock: What this rank has of it.
         left: Whether its loop has ended.
     """
 
-    def __init__(self, epoch: int, key: int, order: Any, positions: int) -> None:
-        self.epoch, self.key, self.order, self.positions = epoch, key, order, positions
+    def __init__(self, coming: _Coming, stock: LeaseStock | MicrobatchStock) -> None:
+        self.epoch, self.order, self.positions = coming.epoch, coming.order.saved, len(coming.order)
+        self.stock, self.key = stock, stock.epoch
         self.left = False
 
 

@@ -61,7 +61,7 @@ class Freezes:
         if self._step is not None and window.step < self._step:
             self.__init__()  # type: ignore[misc]  # Another run.
         share = active.quorum / active.world_size if active.mode in ("ps", "grouped") else 1.0
-        share *= active.steps_per_report(typical_s)
+        share *= 1.0 if window.counts_local else active.steps_per_report(typical_s)
         self._now += share * (window.step - self._step) if self._step is not None else 0.0
         self._step = window.step
         self._typical_s = typical_s

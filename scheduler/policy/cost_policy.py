@@ -475,7 +475,7 @@ class CostPolicy:
         if self._calm_since is None:
             return False
         calm = float(window.step - self._calm_since)
-        if self._conditions is not None:
+        if self._conditions is not None and not window.counts_local:
             calm *= _steps_per_report(active, self._conditions)
         if active.mode == "partial":
             return calm >= _CALM_PARTIAL_STEPS

@@ -222,6 +222,7 @@ class Job:
             fixed_part=scenario.fixed_part,
             microbatches=scenario.microbatches,
             now_s=self.now_s,
+            counts_local=True,
         )
 
     def _rank_stats(self, rank: int, link_error: float, silent_s: float) -> RankStats:

@@ -217,8 +217,10 @@ class OptimizerState:
             self._alerts.waiting(now_s)
         compute_s = message.times.compute_s
         self.rule.arrive(rank, message.step, compute_s, now_s)
-        slow_again = self._trigger.note(rank, self.history.newest_s(rank, self._scale))
-        if slow_again and self.choice is not None and self.active.mode == "sync":
+        if self.choice is None or self.active.mode != "sync":
+            return
+        scale = self.shares.scale_of(rank, message.step) if self.shares is not None and self.shares.changes else None
+        if self._trigger.note(rank, self.history.newest_s(rank, scale)):
             # However many ranks report, the window is brought forward once.
             waited_s = (1.0 - _SOONER) * self._config.decide_interval_s
             self._decide_at_s = min(self._decide_at_s, max(now_s, self._decide_next_s - waited_s))

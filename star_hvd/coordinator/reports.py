@@ -148,21 +148,20 @@ class History:
             comm_s=[comm_s] * len(self),
         )
 
-    def newest_s(self, rank: int, scale: Scale | None = None) -> float:
+    def newest_s(self, rank: int, scale: tuple[float, float] | None = None) -> float:
         """Return a rank's latest compute time in seconds as the next table will have it, by what the last one knew.
 
         Args:
             rank: The rank; without a report its time is 0.
-            scale: As in `table`.
+            scale: Its factors of that step, for computing and for loading; see `table`.
         """
         latest = self._values[rank, :, -1].tolist()
         compute_s, input_s, load_s = latest[_COMPUTE], latest[_INPUT], latest[_LOAD]
         if self._without_waits:
             compute_s -= latest[_RUNQUEUE]
         if scale is not None:
-            computing, loading = scale(self._steps[:, -1:])
             compute_s -= input_s if load_s > 0.0 else 0.0
-            compute_s, load_s = float(computing[rank, 0]) * max(0.0, compute_s), float(loading[rank, 0]) * load_s
+            compute_s, load_s = scale[0] * max(0.0, compute_s), scale[1] * load_s
         return float(max(compute_s, load_s))
 
     def _of_usual_batches(self, compute_s: _Floats, scale: Scale | None) -> tuple[_Floats, _Floats]:

@@ -432,6 +432,12 @@ class ShareControl:
         ratio = self.state.all_samples(steps) / max(1, self.state.batch)
         return np.asarray(1.0 / (fixed + (1.0 - fixed) * ratio)), np.asarray(1.0 / np.maximum(ratio, 1e-9))
 
+    def scale_of(self, rank: int, step: int) -> tuple[float, float]:
+        """Return the same for one step of one rank, for every message."""
+        fixed = self.policy.curves.fixed if self.policy is not None else 0.0
+        ratio = self.state.samples(rank, step) / max(1, self.state.batch)
+        return 1.0 / (fixed + (1.0 - fixed) * ratio), 1.0 / max(ratio, 1e-9)
+
     def _wanted(self, plan: Plan, now_s: float, *, even: bool) -> tuple[int, ...] | None:
         """Return the shares to propose, None to keep those in force."""
         assert self.policy is not None

@@ -59,6 +59,18 @@ class _Opened:
     members: dict[int, str] = field(default_factory=dict)
 
 
+def _search_path() -> list[str]:
+    """Return where servers look for modules: as this program does, but the current folder behind our own.
+
+    It is the empty entry with `python -c`, and a user's `scheduler.py` there would replace ours.
+    """
+    found = [*(path for path in sys.path if path), _PACKAGES]
+    if "" in sys.path:
+        with contextlib.suppress(OSError):  # It was removed.
+            found.append(os.getcwd())
+    return found
+
+
 class ServerProcess:
     """A parameter server that this rank owns. All methods may be called from any thread; only `start`, `ensure`,
     `recover` and `stop` block, with no lock held.
@@ -273,7 +285,7 @@ class ServerProcess:
             "port": self.endpoint.port if self.endpoint is not None else 0,
             "threads": _THREADS,
             "io_threads": 1,
-            "path": [path for path in sys.path if path],
+            "path": _search_path(),
             "faults": next(self._faults, None),
         }
 
@@ -286,8 +298,7 @@ class ServerProcess:
         # Keep the memory of messages, which are allocated all the time: returning it costs page faults.
         found |= {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
         found["CUDA_VISIBLE_DEVICES"] = ""  # Servers compute in host memory.
-        # Last our own folder: it is in the path unless this program found it in the current one.
-        found["PYTHONPATH"] = os.pathsep.join([*(path for path in sys.path if path), _PACKAGES])
+        found["PYTHONPATH"] = os.pathsep.join(_search_path())
         return found
 
     def _resend(self, endpoint: Endpoint) -> None:

@@ -164,6 +164,9 @@ def test_averagings_count_as_their_steps_towards_calm() -> None:
     taken = [policy.decide(window(steady(8), end=end), local) for end in range(40, 44)]
     assert taken[:3] == [None] * 3 and taken[3] is not None
     assert taken[3].reason == "no rank was slow since step 40: sync"
+    policy = CostPolicy(8, ranker=alike)
+    one_by_one = [policy.decide(window(steady(8), end=end, counts_local=True), local) for end in range(40, 53)]
+    assert one_by_one[:12] == [None] * 12 and one_by_one[12] is not None, "as the simulator counts them"
 
 
 def test_a_mode_that_cannot_run_any_more_is_left() -> None:

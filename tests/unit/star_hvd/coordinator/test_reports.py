@@ -117,8 +117,7 @@ def test_a_rank_is_no_faster_than_its_loading(
     for step in range(3):
         history.append(StepReport(rank=0, step=step, times=times))
     found_s, share = _table(history, factors)
-    scale = None if factors is None else lambda steps: tuple(np.full(steps.shape, each) for each in factors)
-    assert history.newest_s(0, scale) == pytest.approx(compute_s)
+    assert history.newest_s(0, factors) == pytest.approx(compute_s)
     assert found_s == pytest.approx([compute_s] * 3) and share == pytest.approx(input_share)
 
 

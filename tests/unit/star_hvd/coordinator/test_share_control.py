@@ -606,6 +606,9 @@ def test_times_of_a_window_are_those_of_equal_batches() -> None:
     computing, loading = control.scale(steps)
     assert np.allclose(times * computing, [[1.0] * 3, [3.0] * 3])
     assert np.allclose(loading, [[1.0, 10 / 15, 10 / 15], [1.0, 2.0, 2.0]])
+    for rank, row in enumerate(steps.tolist()):
+        for at, step in enumerate(row):
+            assert control.scale_of(rank, step) == pytest.approx((computing[rank, at], loading[rank, at]))
 
 
 def test_a_rank_with_slow_input_keeps_its_small_share_though_it_waits_for_nothing_then() -> None:
