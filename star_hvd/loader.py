@@ -520,10 +520,10 @@ class ShardLoader:
             )
         self.epoch = _epoch_number(state["epoch"])
         self._resume = dict(state) if state["positions"] >= 0 else None
-        self._open = None
+        left, self._open = self._open, None
         if self._attached is not None and runtime.current() is self._attached:
-            if self._parts and self._open is not None:
-                self._open.stock.close()  # Its iterator may be kept, and the ranks would wait for this one in it.
+            if self._parts and left is not None:
+                left.stock.close()  # Its iterator may be kept, and the ranks would wait for this one in it.
             if self._coming is not None:
                 self._skip(self._coming)
             if self._next_stock is not None:
