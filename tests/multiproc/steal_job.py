@@ -262,6 +262,28 @@ def left_inside() -> dict[str, Any]:
     return {"taken": taken}
 
 
+def kept() -> dict[str, Any]:
+    """A state is loaded, and its epoch made, while the iterator of another epoch is held in the middle of it."""
+    net = make_net()
+    optimizer = hvd.DistributedOptimizer(adamw(net), net.named_parameters(), mode="sync")
+    loader = hvd.shard(make_dataset(), batch_size=BATCH, seed=11, microbatches=PARTS)
+    state, held = loader.state_dict(), iter(loader)
+    taken: list[int] = []
+    for _ in range(2 * PARTS):
+        inputs, wanted, _ = next(held)
+        torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loader.load_state_dict(state)
+    for inputs, wanted, numbers in loader:
+        taken += numbers.tolist()
+        torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    del held
+    return {"taken": taken}
+
+
 def resumed() -> dict[str, Any]:
     """An epoch goes on behind a checkpoint in its middle, with another loader."""
     net = make_net()

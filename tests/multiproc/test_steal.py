@@ -89,7 +89,7 @@ def test_ranks_without_a_part_in_a_short_last_step_have_its_parameters_too() -> 
     assert sorted(result["own"] for result in results)[0] < 27  # Of its own; the others' were applied for it.
 
 
-@pytest.mark.parametrize("scenario", ["left", "left_inside", "resumed"])
+@pytest.mark.parametrize("scenario", ["left", "left_inside", "resumed", "kept"])
 def test_every_sample_once_where_a_rank_leaves_or_an_epoch_goes_on_elsewhere(scenario: str) -> None:
     assert sorted(i for result in _job(scenario) for i in result["taken"]) == list(range(SAMPLES))
 
