@@ -167,7 +167,7 @@ class Registry:
         """The version with an alias, or None if the registry has no such model or alias.
 
         Raises:
-            ModelError: The registry cannot be asked, so that nobody takes an outage for a missing champion.
+            ModelError: The registry cannot be asked, so an outage does not pass for a missing champion.
         """
         with self._telling():
             try:

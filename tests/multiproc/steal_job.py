@@ -262,6 +262,13 @@ def left_inside() -> dict[str, Any]:
     return {"taken": taken}
 
 
+def train_part(net: torch.nn.Module, optimizer: Any, inputs: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Train on a micro-batch."""
+    torch.nn.functional.mse_loss(net(inputs), wanted).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def kept() -> dict[str, Any]:
     """A state is loaded, and its epoch made, while the iterator of another epoch is held in the middle of it."""
     net = make_net()
@@ -271,15 +278,11 @@ def kept() -> dict[str, Any]:
     taken: list[int] = []
     for _ in range(2 * PARTS):
         inputs, wanted, _ = next(held)
-        torch.nn.functional.mse_loss(net(inputs), wanted).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_part(net, optimizer, inputs, wanted)
     loader.load_state_dict(state)
     for inputs, wanted, numbers in loader:
         taken += numbers.tolist()
-        torch.nn.functional.mse_loss(net(inputs), wanted).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_part(net, optimizer, inputs, wanted)
     del held
     return {"taken": taken}
 
@@ -294,9 +297,7 @@ def resumed() -> dict[str, Any]:
     step: list[int] = []
     for inputs, wanted, numbers in loader:
         step += numbers.tolist()
-        torch.nn.functional.mse_loss(net(inputs), wanted).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_part(net, optimizer, inputs, wanted)
         if optimizer.stepped:
             taken, step = taken + step, []
             if optimizer.stats()["steps"] == 5:
@@ -307,9 +308,7 @@ def resumed() -> dict[str, Any]:
     again.load_state_dict(state)
     for inputs, wanted, numbers in again:
         taken += numbers.tolist()
-        torch.nn.functional.mse_loss(net(inputs), wanted).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_part(net, optimizer, inputs, wanted)
     return {"taken": taken}
 
 

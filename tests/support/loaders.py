@@ -27,13 +27,14 @@ from star_hvd.channel.messages.leases import (
 from star_hvd.config import Config
 from star_hvd.coordinator.job_state import ALL, JobState
 from star_hvd.coordinator.lease_service import LeaseService
+from star_hvd.input.microbatches import MicrobatchStock
 from star_hvd.loader import ShardLoader, shard
 from star_hvd.runtime import runtime
 from star_hvd.runtime.asked_plans import AskedPlans
 from star_hvd.runtime.coordinator_client import CoordinatorClient
 from star_hvd.runtime.memory_limits import MemoryLimits
 
-__all__ = ["Numbers", "World"]
+__all__ = ["Numbers", "ReadyBatches", "World"]
 
 PATIENCE_S = 300.0
 _FOR_CLIENTS = (Consumed, EpochEnd, Lease, LeaseRecall, ReportConsumed)
@@ -51,6 +52,19 @@ class Numbers(torch.utils.data.Dataset[int]):
     def __getitem__(self, index: int) -> int:
         time.sleep(self._load_s)
         return index
+
+
+class ReadyBatches:
+    """Stands for a feeder: every batch is there as soon as it is formed."""
+
+    def begin(self, stock: MicrobatchStock, indices: Any) -> None:
+        self.form = stock.form
+
+    def next(self, stock: MicrobatchStock, formed: Any) -> Any:
+        return self.form(), "data"
+
+    def end(self, stock: MicrobatchStock) -> None:
+        pass
 
 
 class World:

@@ -359,7 +359,7 @@ class ServerProcess:
         pipe.close()
         with self._changed:
             if self._process is process:
-                self._process = None  # Also if the system cannot end it yet: it serves nobody any more.
+                self._process = None  # Also if the system cannot end it yet: it no longer serves.
         if not self._stopping:
             self._report({"event": "died", "returncode": process.returncode})
 

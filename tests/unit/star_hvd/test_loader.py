@@ -32,7 +32,7 @@ from star_hvd.runtime.runtime import Runtime
 from tests.support.device_world import running
 from tests.support.effort import cases
 from tests.support.fake_device import CUDA0
-from tests.support.loaders import Numbers, World
+from tests.support.loaders import Numbers, ReadyBatches, World
 
 
 @pytest.fixture
@@ -630,19 +630,6 @@ def stock_of_two() -> MicrobatchStock:
     return stock
 
 
-class Feeding:
-    """Stands for a feeder: every batch is there as soon as it is formed."""
-
-    def begin(self, stock: MicrobatchStock, indices: Any) -> None:
-        self.form = stock.form
-
-    def next(self, stock: MicrobatchStock, formed: Any) -> Any:
-        return self.form(), "data"
-
-    def end(self, stock: MicrobatchStock) -> None:
-        pass
-
-
 def test_a_pass_ends_when_its_device_has_computed_it_not_when_its_kernels_are_queued() -> None:
     """Else a slow rank begins its whole share at once, and nothing of it can be taken over; and its times are none."""
     with running() as device:
@@ -663,7 +650,7 @@ def test_a_pass_ends_when_its_device_has_computed_it_not_when_its_kernels_are_qu
             return found
 
         run.client = SimpleNamespace(await_microbatch=await_microbatch)
-        stock, order, feeder = stock_of_two(), cast(Any, SimpleNamespace(indices=None)), cast(Any, Feeding())
+        stock, order, feeder = stock_of_two(), cast(Any, SimpleNamespace(indices=None)), cast(Any, ReadyBatches())
         parts = iter(LeasedMicrobatches(run, stock, order, feeder, 1, lambda *_: None))
         device.finish()
         bucket.flat.fill_(2.0)  # Something else: no pass is under way.

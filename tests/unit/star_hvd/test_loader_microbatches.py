@@ -14,21 +14,9 @@ from star_hvd.channel.messages.microbatches import MicrobatchesClosed, Microbatc
 from star_hvd.epochs.microbatches import LeasedMicrobatches
 from star_hvd.errors import DeadlineError
 from star_hvd.input.microbatches import MicrobatchStock
+from tests.support.loaders import ReadyBatches
 
 PARTS = 4
-
-
-class Feeding:
-    """Stands for a feeder: every batch is there as soon as it is formed."""
-
-    def begin(self, stock: MicrobatchStock, indices: Any) -> None:
-        self.form = stock.form
-
-    def next(self, stock: MicrobatchStock, formed: Any) -> Any:
-        return self.form(), "data"
-
-    def end(self, stock: MicrobatchStock) -> None:
-        pass
 
 
 class Run:
@@ -81,7 +69,7 @@ def stock_of(loader: int) -> MicrobatchStock:
 
 
 def loop(run: Any, loader: int) -> Any:
-    order, feeder = cast(Any, SimpleNamespace(indices=None)), cast(Any, Feeding())
+    order, feeder = cast(Any, SimpleNamespace(indices=None)), cast(Any, ReadyBatches())
     return iter(LeasedMicrobatches(run, stock_of(loader), order, feeder, 1, lambda *_: None))
 
 
@@ -162,7 +150,7 @@ def test_a_rank_without_a_part_waits_for_a_step_only_if_one_follows(run: Run) ->
     any_run, nothing = cast(Any, run), cast(Any, SimpleNamespace(indices=None))
 
     def whole(*, trains: bool) -> list[Any]:
-        feeder = cast(Any, Feeding())
+        feeder = cast(Any, ReadyBatches())
         return list(
             LeasedMicrobatches(any_run, without_part(1), nothing, feeder, 1, lambda *_: None, trains=trains)
         )
