@@ -30,7 +30,7 @@ attempt() {
     "$@" >"$log" 2>&1 &
     local child=$!
     # The shell has the child ignore Ctrl-C: it would go on installing.
-    trap 'kill "$child" 2>/dev/null; wait "$child"; exit 130' INT TERM
+    trap 'kill "$child" 2>/dev/null || true; wait "$child" || true; exit 130' INT TERM
     while kill -0 "$child" 2>/dev/null; do
         sleep 0.2
         if ((SECONDS - start >= shown + 10)); then
