@@ -126,7 +126,8 @@ class Consumption:
 
     Where all ranks make a step together, a batch begun behind s steps is contained in parameters of s + 1. Where this
     rank makes it alone, with servers or a parent or by itself, it is contained in those that the rank has afterwards:
-    their number shows with the next batch, or is that of the rank's parameters at present.
+    their number shows with the next batch, or is that of the rank's parameters at present. Averagings that end without
+    the training thread do not contain the step it computes.
     """
 
     def __init__(self) -> None:
@@ -145,17 +146,20 @@ class Consumption:
         if self._recent and self._recent[-1].spans == spans:
             self._recent.pop()
 
-    def by(self, step: int, now: int = -1) -> list[Run]:
+    def by(self, step: int, now: int = -1, lacking: Callable[[int], float] = lambda own: -1) -> list[Run]:
         """Return the samples of all batches that parameters of a step contain.
 
         Args:
             step: The step; -1 for all batches that were begun.
             now: Steps that this rank's parameters have had.
+            lacking: Returns the last step whose parameters lack a step that this rank made alone, by its number
+                (`_Begun.own`); infinity if it has not made it yet, -1 if unknown.
         """
         later, contained, contains = float(now), math.inf, deque[bool]()
         for each in reversed(self._recent):
             contained, later = (later if each.step < later else contained), float(each.step)
-            contains.appendleft(step < 0 or (contained <= step if each.own >= 0 else each.step < step))
+            lacked = lacking(each.own) if each.own >= 0 else each.step
+            contains.appendleft(step < 0 or (lacked < step and (each.own < 0 or contained <= step)))
         found = list(self._before)
         for each, contain in zip(self._recent, contains, strict=True):
             for span in each.spans if contain else ():
@@ -185,6 +189,7 @@ class LeaseStock:
         fixed: Whether the sizes cannot follow batch shares.
         even: Whether all ranks need equally many batches, see `LeaseAsk.even`.
         step: Returns the steps that the parameters have had.
+        lacking: See `Consumption.by`.
         meets: Returns whether the calling thread would meet the other ranks at the end of the epoch.
         clock: The time in seconds; only differences count.
     """
@@ -206,10 +211,12 @@ class LeaseStock:
         fixed: bool = False,
         even: bool = False,
         step: Callable[[], int] = lambda: -1,
+        lacking: Callable[[int], float] = lambda own: -1,
         meets: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank, self._clock, self._step, self._meets = rank, clock, step, meets
+        self._lacking = lacking
         self._sizer, self.fixed = sizer or ConstantBatches(batch), fixed
         self.even = even
         self.loader, self.epoch, self.samples, self.batch = loader, epoch, samples, batch
@@ -544,7 +551,7 @@ class LeaseStock:
         """Handle an answer, a recall, or a question about consumed samples."""
         with self._changed:
             if isinstance(message, ReportConsumed):
-                runs = flat(self._consumption.by(message.step, self._step()))
+                runs = flat(self._consumption.by(message.step, self._step(), self._lacking))
                 self._send(Consumed(self.loader, self.epoch, message.step, runs))
                 return
             if self.closed:

@@ -15,6 +15,7 @@ with equal replicas.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from star_hvd.modes.averaged_state import (
 __all__ = ["LocalSteps"]
 
 
+_STEPS_KEPT = 512  # Number of this rank's latest steps for which it is known which averages lack them.
 _LEAST_WEIGHT = 1e-3  # Weight of a rank without a step since the last averaging; if no rank made one, nothing changes.
 
 
@@ -87,6 +89,7 @@ class LocalSteps:
         self._steps = 0
         self._began_s = time.monotonic()
         self._completed_by_helper: Ended | None = None  # An averaging that the helper has completed.
+        self._lacking: dict[int, float] = {}  # See `lacking`.
 
     def begin(self) -> LocalSteps:
         """Enter the mode, in the training thread, with the parameters all ranks have."""
@@ -108,6 +111,13 @@ class LocalSteps:
         """Whether this rank has made no step since it sent its part of an averaging."""
         return self._steps == 0
 
+    def lacking(self, own: int) -> float:
+        """Return the last step whose parameters lack this rank's step number `own`, from 0; -1 if unknown.
+
+        The helper may average while the training thread computes, so the number of averagings does not tell.
+        """
+        return self._lacking.get(own, -1)
+
     def set_inactive(self, inactive: bool) -> None:
         """Does nothing: the helper takes part in averagings meanwhile."""
 
@@ -128,9 +138,12 @@ class LocalSteps:
 
         If a rank is late, the others wait for it at the averaging, not before.
         """
-        engine, weight = self._engine, self._engine.own.weight
+        engine, weight, own = self._engine, self._engine.own.weight, self._engine.own.steps
+        self._lacking[own] = math.inf  # Until it is written.
+        self._lacking.pop(own - _STEPS_KEPT, None)
         engine.own.steps += 1
         if self.over:  # The mode ended while this rank was inactive.
+            del self._lacking[own]
             for bucket in engine.applier.buckets:
                 engine.own.weigh(bucket, skip=skip)
             engine.keep_late([bucket.flat.clone() for bucket in engine.applier.buckets], engine.step)
@@ -141,6 +154,8 @@ class LocalSteps:
             engine.counters.applied_weight += applied
         with engine.replica.writing():
             value = None if skip else engine.applier.step(None, hooks=False)  # They run around the whole of this.
+        with engine.lock:  # A copy sent before this lacks the step.
+            self._lacking[own] = engine.step + (self._sent or engine.helper_averages())
         engine.counters.fresh += 1
         self._weight += weight
         self._steps += 1

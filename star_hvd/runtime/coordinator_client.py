@@ -68,6 +68,7 @@ class CoordinatorClient:
         step: Callable[[], int] = lambda: 0,
         most_samples: Callable[[int], int] = lambda loader: 0,
         meets: Callable[[], bool] = lambda: True,
+        lacking: Callable[[int], float] = lambda own: -1,
         ask_again_s: float = _ASK_AGAIN_S,
     ) -> None:
         self._config = config
@@ -77,6 +78,7 @@ class CoordinatorClient:
         self._consumed: queue.SimpleQueue[Consumed] = queue.SimpleQueue()
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
         self._step, self._most_samples, self._meets = step, most_samples, meets
+        self._lacking = lacking
         self._ask_again_s = ask_again_s
         self._sizes: dict[int, BatchSizes] = {}  # By loader.
         # By loader and epoch, of the last two epochs.
@@ -175,6 +177,7 @@ class CoordinatorClient:
             fixed=not isinstance(sizer, BatchSizes),
             even=even,
             step=self._step,
+            lacking=self._lacking,
             meets=self._meets,
         )
         self._keep(stock)

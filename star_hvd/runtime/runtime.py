@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import math
 import os
 import queue
 import threading
@@ -235,7 +236,7 @@ class Runtime:
         )
         self.client = CoordinatorClient(
             self.config, self.rank, self.agent, self._raise_what_ends_waits, self._first_step, self._most_samples,
-            lambda: self.meets,
+            lambda: self.meets, self.lacking,
         )  # fmt: skip
         self.services = ModeServices(
             self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers,
@@ -465,6 +466,13 @@ class Runtime:
         """Return the number of steps that the first optimizer has made on this rank, one in progress included."""
         driver = self._first_driver
         return 0 if driver is None else driver.engine.own.steps
+
+    def lacking(self, own: int) -> float:
+        """See `Consumption.by`."""
+        driver = self._first_driver
+        if driver is None:
+            return -1
+        return math.inf if own >= driver.engine.own.steps else driver.local.lacking(own)
 
     def batch_begins(self) -> tuple[int, int]:
         """Return what `Consumption` notes of a batch that begins now: the step of this rank's contribution, and `own`.

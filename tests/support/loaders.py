@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -89,6 +90,7 @@ class World:
         self.weights: list[float] = []
         self.steps = [-1] * ranks
         self.own_steps = [0] * ranks
+        self.lacking: list[dict[int, int]] = [{} for _ in range(ranks)]  # See `Consumption.by`.
         self.alone = False  # Whether ranks make their steps without the others.
         self._here = threading.local()
         self._inbox: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
@@ -171,6 +173,7 @@ class World:
         client = CoordinatorClient(
             Config(), rank, agent, lambda: None, lambda: self.steps[rank],  # type: ignore[arg-type]
             meets=lambda: self.in_training_threads,
+            lacking=lambda own: math.inf if own >= self.own_steps[rank] else self.lacking[rank].get(own, -1),
         )  # fmt: skip
         if self.state is None:
             client.await_epoch_end = lambda loader, epoch: False  # type: ignore[method-assign]

@@ -531,14 +531,21 @@ def test_where_ranks_step_alone_a_batch_counts_as_consumed_with_the_parameters_t
         seen += numbers([world.next(0, batches[0])])
         world.steps[0], world.own_steps[0] = step, step
     assert consumed() == sorted(seen)
-    world.steps[1] = 3  # Its gradient is in version 3, which rank 0 has not got.
+    world.steps[1], world.own_steps[1] = 3, 1  # Its gradient is in version 3, which rank 0 has not got.
     assert consumed() == sorted(seen)
     world.steps[0] = 3
     assert consumed() == sorted(seen + slow)
     seen += numbers([world.next(0, batches[0])])
     world.own_steps[0] = 3  # A step by itself, without a new version, as between two averagings.
-    numbers([world.next(1, batches[1])])
+    helped = numbers([world.next(1, batches[1])])
     assert consumed() == sorted(seen + slow)
+    world.steps = [4, 4]  # An averaging that rank 1's helper made while its training thread was computing.
+    assert consumed() == sorted(seen + slow)
+    world.own_steps[1], world.lacking[1] = 2, {1: 4}
+    world.next(1, batches[1])
+    assert consumed() == sorted(seen + slow), "the step came after the averaging"
+    world.steps = [5, 5]
+    assert consumed() == sorted(seen + slow + helped)
 
 
 def test_another_epoch_cannot_be_chosen_for_a_state_of_the_middle_of_one(alone: World) -> None:
