@@ -115,6 +115,11 @@ def DistributedOptimizer(
     overlaps = check_overlap(env.overlap(), overlap)
     mode = env.mode() or mode
     plan = _plan_of(mode, config or Config(), exact=exact)
+    if op == mpi_ops.Adasum and max_grad_norm is not None:
+        raise ValueError(
+            f"max_grad_norm={max_grad_norm} was given with op=hvd.Adasum, which combines updates and averages no "
+            "gradient that could be clipped; leave max_grad_norm out, or take op=hvd.Average"
+        )
     if op == mpi_ops.Adasum and mpi_ops.size() > 1:
         return _adasum(optimizer, named_parameters, compression, backward_passes_per_step, op, process_set)
     return _wrapped(
@@ -528,6 +533,7 @@ class _Methods:
         if passes <= 0:
             raise ValueError("backward_passes_per_step must be > 0")
         self._star.core.set_passes(passes)
+        self._star.given["passes"] = passes  # For the core that replaces this one when the number of ranks changes.
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, fetched first if parameter servers or other ranks hold it.

@@ -7,18 +7,23 @@ scheduler and the user's view stay consistent. Some optimizers also keep state t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-__all__ = ["SCHEDULER_KEYS", "HyperRow", "StateInGroups"]
+__all__ = ["EXECUTION_KEYS", "SCHEDULER_KEYS", "HyperRow", "StateInGroups"]
+
+EXECUTION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Entries for how a step is executed, not for what it computes: every rank, and a server, has its own."""
 
 SCHEDULER_KEYS = frozenset({"initial_lr", "base_momentum", "max_momentum", "min_lr", "max_lr"})
 """Entries that schedulers of torch add to groups, perhaps on some ranks earlier than on others (from a checkpoint on
 rank 0 alone, say). Optimizers do not read them."""
 
+_NOT_SENT = EXECUTION_KEYS | SCHEDULER_KEYS | {"params"}
 _WATCHED_STEPS = 2  # The first one may only create the entries.
 
 
@@ -37,7 +42,8 @@ class HyperRow:
     """The numeric entries of all parameter groups, in a fixed order.
 
     Args:
-        groups: The optimizer's `param_groups`; entries of schedulers, and those added later, are not sent.
+        groups: The optimizer's `param_groups`; entries that select an implementation, entries of schedulers, and those
+            added later are not sent.
     """
 
     def __init__(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -45,25 +51,28 @@ class HyperRow:
             (index, key, _numbers(value))
             for index, group in enumerate(groups)
             for key, value in sorted(group.items())
-            if key != "params" and key not in SCHEDULER_KEYS and _numbers(value)
+            if key not in _NOT_SENT and _numbers(value)
         ]
         self.size = sum(count for _, _, count in self._slots)
 
     def read(self, groups: Sequence[dict[str, Any]]) -> list[float]:
-        """Return the row of this rank's current values, `size` numbers."""
+        """Return the row of this rank's current values, `size` numbers.
+
+        A loaded state may have None, or another count of numbers, where there were numbers: NaN stands for each then.
+        """
         row: list[float] = []
         for index, key, count in self._slots:
-            value = groups[index][key]
+            value = groups[index].get(key)
             parts = value if isinstance(value, (tuple, list)) else (value,)
-            row.extend(float(part) for part in parts)
-            assert len(parts) == count, f"{key} of group {index} changed its length"
+            row.extend((float(part) for part in parts) if _numbers(value) == count else [math.nan] * count)
         return row
 
     @contextmanager
     def applied(self, groups: Sequence[dict[str, Any]], row: Sequence[float] | None) -> Iterator[None]:
         """Use `row` inside the block and restore this rank's own values afterwards; None changes nothing.
 
-        What the block changes itself, as an optimizer that counts its steps here does, stays.
+        A value that is NaN in `row`, or that this rank does not have as numbers, is left as it is. What the block
+        changes itself, as an optimizer that counts its steps here does, stays.
         """
         if row is None:
             yield
@@ -72,9 +81,11 @@ class HyperRow:
         position = 0
         try:
             for index, key, count in self._slots:
-                old = groups[index][key]
-                new = _like(old, row[position : position + count])
+                old, numbers = groups[index].get(key), row[position : position + count]
                 position += count
+                if _numbers(old) != count or any(map(math.isnan, numbers)):
+                    continue
+                new = _like(old, numbers)
                 if isinstance(old, torch.Tensor):
                     before.append((index, key, old.clone(), new))
                     old.copy_(new)

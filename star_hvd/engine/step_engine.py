@@ -220,6 +220,7 @@ class StepEngine:
             if step is not None:
                 step.early = False
                 self._manual.arrived(step, manual=manual, early=True)
+                self._exchange.timing.arrived(self._hyperparameters)
             elif self._out_of_common_steps():
                 self.counters.late += 1
                 self._listener.on_late(self.step, self.plan.plan_id)
@@ -665,7 +666,11 @@ class StepEngine:
         work on the mean is not known yet: see `ManualSteps`.
         """
         self.own.count_step(early=True)
+        self._exchange.timing.left_early(self._hyperparameters, mixed=self.agreement.mixed)
         self._claim_header("trainer", manual=self._manual.in_early_header()).early = True
+
+    def _hyperparameters(self) -> list[float]:
+        return self.applier.hyper.read(self.applier.optimizer.param_groups)
 
     def _submit_proxy(self) -> None:
         """Submit every bucket the training thread has not submitted, then the header."""

@@ -84,6 +84,8 @@ def adasum_is_horovods_own(ctx: Context) -> None:
     with logged() as log:
         optimizer = ctx.relaxed().wrap(Plain.simple(mlp().parameters()), op=horovod.Adasum)
     assert "Adasum" in log.getvalue()
+    with raises(ValueError, "leave max_grad_norm out"):
+        ctx.relaxed().wrap(Plain.simple(mlp().parameters()), op=horovod.Adasum, max_grad_norm=1.0)
     assert type(optimizer).synchronize is vars(theirs._DistributedAdasumOptimizer)["synchronize"]
     assert optimizer.synchronize() is None
     with raises(AssertionError, "not supported when using Adasum"), optimizer.skip_synchronize():
@@ -227,6 +229,42 @@ def uneven_numbers_of_batches_end_with_join(ctx: Context) -> None:
     last = star_hvd.join()
     assert 0 <= last < ctx.size
     assert all_equal({name: p for name, p in model.named_parameters()})
+
+
+@case(modes=("sync",), last=True)
+def lbfgs_with_uneven_numbers_of_batches_ends_with_join(ctx: Context) -> None:
+    """A rank without data takes part in the mean of the losses too, and counts in none."""
+    model, optimizer = wrapped(ctx.star, lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=1))
+    losses: list[float] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        return differentiate(model, len(losses))
+
+    for _ in range(3 if ctx.rank == 0 else 4):
+        losses.append(float(optimizer.step(closure)))
+    star_hvd.join()
+    assert all_equal({name: p for name, p in model.named_parameters()})
+
+
+@case(modes=("sync",), last=True)
+def a_learning_rate_set_behind_backward_counts_in_its_own_step(ctx: Context) -> None:
+    """Also once steps are applied with the leader's, as after an epoch that ended with `join`."""
+    model, optimizer = wrapped(ctx.star, Plain.simple)
+    wrong = []
+    for epoch in range(2):
+        for step in range(24 + (epoch == 0 and ctx.rank == 0)):
+            optimizer.zero_grad()
+            differentiate(model, step)
+            before = {name: param.detach().clone() for name, param in model.named_parameters()}
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 * (step % 2)
+            optimizer.step()
+            moved = any(not torch.equal(param, before[name]) for name, param in model.named_parameters())
+            if moved != bool(step % 2):
+                wrong.append((epoch, step))
+        star_hvd.join()
+    assert not wrong
 
 
 @case(modes=("sync",), last=True)

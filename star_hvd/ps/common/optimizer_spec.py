@@ -9,13 +9,10 @@ from typing import Any
 
 import torch
 
-from star_hvd.engine.hyperparameters import SCHEDULER_KEYS, HyperRow
+from star_hvd.engine.hyperparameters import EXECUTION_KEYS, SCHEDULER_KEYS, HyperRow
 from star_hvd.ps.common.layout import LayoutError, class_path, load_class
 
 __all__ = ["OptimizerSpec", "RowReader"]
-
-_EXECUTION = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Options for how a step is executed, not for what it computes; a GPU's do not apply on a server."""
 
 
 def _plain(value: Any, where: str) -> list[Any]:
@@ -147,6 +144,6 @@ class RowReader:
         key = tuple(row)
         if self._last is None or self._last[0] != key:
             with self._hyper.applied(self._groups, key):
-                found = [{k: v for k, v in _own(g).items() if k not in _EXECUTION} for g in self._groups]
+                found = [{k: v for k, v in _own(g).items() if k not in EXECUTION_KEYS} for g in self._groups]
             self._last = (key, found)
         return self._last[1]

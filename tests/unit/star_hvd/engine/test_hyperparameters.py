@@ -55,6 +55,25 @@ def test_put_back_after_an_error() -> None:
     assert row.read(mine) == row.read(groups())
 
 
+def test_a_loaded_state_may_have_other_kinds_of_values() -> None:
+    """As one of a run without the option that this program sets, or of another version of the optimizer."""
+    mine, row = groups(), HyperRow(groups())
+    mine[0] |= {"amsgrad": None, "betas": (0.9, 0.99, 0.5)}
+    del mine[0]["steps"]
+    sent = row.read(mine)
+    assert len(sent) == row.size and [math.isnan(value) for value in sent] == [True] * 3 + [False, True] + [False] * 3
+    others = groups()
+    with row.applied(others, [*sent[:3], 0.2, *sent[4:]]):
+        assert row.read(others) == [*row.read(groups())[:3], 0.2, *row.read(groups())[4:]], "what the leader does not have is each rank's own"
+    with row.applied(mine, row.read(others)):
+        assert mine[0]["amsgrad"] is None and mine[0]["betas"] == (0.9, 0.99, 0.5) and "steps" not in mine[0]
+
+
+def test_how_a_step_is_executed_is_each_ranks_own() -> None:
+    mine = [group | {"foreach": True, "fused": False, "capturable": True} for group in groups()]
+    assert HyperRow(mine).read(mine) == HyperRow(groups()).read(groups())
+
+
 def test_no_row_changes_nothing() -> None:
     mine, row = groups(), HyperRow(groups())
     betas = mine[0]["betas"]
@@ -143,7 +162,7 @@ def test_an_integer_takes_a_fraction_and_stays_an_integer_for_whole_numbers() ->
         assert type(mine[0]["nesterov"]) is bool and type(mine[0]["range"][0]) is int
     with subject.applied(mine, [3.0, 0.0, 0.0, float("inf"), float("nan")]):
         assert type(mine[0]["lr"]) is int and mine[0]["lr"] == 3
-        assert mine[0]["range"] == (0, float("inf")) and math.isnan(mine[0]["weight_decay"])
+        assert mine[0]["range"] == (0, float("inf")) and mine[0]["weight_decay"] == 0
     assert mine == [{"params": [], "lr": 1, "nesterov": False, "range": (0, 1), "weight_decay": 0}]
     assert type(mine[0]["lr"]) is int and type(mine[0]["nesterov"]) is bool
 
