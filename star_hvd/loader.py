@@ -310,8 +310,12 @@ class ShardLoader:
             interrupted.left = True
             self._asked_as = self._stock_key(coming.expected)
         self._open = None
-        self._ask_for_next(coming.expected)
-        _end_epoch(self._run, self._number, stock.epoch)
+
+        def close(meets: bool) -> None:
+            stock.close(meets=meets)
+            self._ask_for_next(coming.expected)
+
+        _end_epoch(self._run, self._number, stock.epoch, close)
 
     def _epoch_in_parts(self, coming: _Coming) -> Iterator[Any]:
         assert self._feeder is not None
@@ -328,7 +332,7 @@ class ShardLoader:
         finally:
             interrupted.left = True
         self._open = None
-        _end_epoch(self._run, self._number, stock.epoch)
+        _end_epoch(self._run, self._number, stock.epoch, lambda meets: stock.close())
 
     def _open_microbatches(self, coming: _Coming) -> tuple[MicrobatchStock, int]:
         """Open the micro-batches of an epoch; return also its number of steps."""
@@ -685,15 +689,27 @@ def _ranges(run: runtime.Runtime, stock: LeaseStock, equal: EqualRanges) -> Iter
                 break
             run.note_input(time.monotonic() - began_s)
             yield span
-    finally:
+    except BaseException:
         stock.close()
-    _end_epoch(run, stock.loader, stock.epoch)
+        raise
+    _end_epoch(run, stock.loader, stock.epoch, lambda meets: stock.close(meets=meets))
 
 
-def _end_epoch(run: runtime.Runtime, loader: int, epoch: int) -> None:
-    """Wait until all ranks have ended the epoch, then meet them, unless one has left its loop."""
+def _end_epoch(run: runtime.Runtime, loader: int, epoch: int, close: Callable[[bool], None]) -> None:
+    """Wait until all ranks have ended the epoch, then meet them, unless one has left its loop.
+
+    Args:
+        run: The runtime of this process.
+        loader: Number of the loader.
+        epoch: The epoch.
+        close: Reports that this rank's loop has ended, given whether the rank meets the others.
+    """
+    meets = run.meets
 
     def together() -> bool:  # Else a rank left its loop: it is elsewhere, and the ranks meet at their next collective.
+        # Behind the message that this rank is inactive. The last rank's report makes all ranks active again; one that
+        # became inactive after that would have the first step of the next epoch closed without it.
+        close(meets)
         return run.client.await_epoch_end(loader, epoch)
 
     with run.meeting("the end of an epoch", out_of_data=True, if_true=together):

@@ -25,7 +25,9 @@ from scheduler.stats import lower_median
 __all__ = ["Close", "ClosingRule"]
 
 _RECENT = 5  # Own compute times that predict the next one: few, so that a recovered rank is soon waited for.
-_RETURN_S = 0.05  # Ranks leave a collective within milliseconds of each other, on a busy host within tens of them.
+_RETURN_S = 1.0
+"""Ranks leave a collective within milliseconds of each other, but one may be suspended just then. A step that closes
+without it has another gradient than the program's; only ranks at different steps of it wait this long in vain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,7 +175,7 @@ class ClosingRule:
         Args:
             rank: The rank.
             out_of_data: It has no more batches. Otherwise it is in a collective of the user's, which ranks leave at
-                slightly different times: in lockstep a step waits one more usual compute time for it.
+                slightly different times: in lockstep a step waits for it, a second or one more usual compute time.
         """
         self._inactive.add(rank)
         self._ranks[rank].out_of_data = out_of_data

@@ -274,6 +274,7 @@ class JobState:
         self._unblock(now_s)
         if len(self._joined) == self.world_size:
             self._joined.clear()
+            self._align(now_s)
 
     def _program_collective(self, rank: int, message: ProgramCollective, now_s: float) -> None:
         self.outbox.extend((joined, message) for joined in self._joined)
@@ -494,7 +495,10 @@ class JobState:
         self._at_end = {rank: each for rank, each in self._at_end.items() if each != key}
 
     def _align(self, now_s: float) -> None:
-        """Make all ranks active at once; otherwise the last to leave could have its first step closed without it."""
+        """Make all ranks active at once, as they leave an epoch, or `join`, together.
+
+        Otherwise the last to leave could have its first step closed without it.
+        """
         self._inactive = dict.fromkeys(self.finished, now_s)
         for optimizer in self.optimizers.values():
             optimizer.rule.align(now_s)

@@ -56,8 +56,8 @@ class LeasedBatches:
 
     Args:
         run: The runtime of this process.
-        stock: The samples leased to this rank; closed when the iteration ends, even in the middle of the epoch, so
-            that other ranks get the rest.
+        stock: The samples leased to this rank; closed if the iteration ends in the middle of the epoch, so that other
+            ranks get the rest.
         order: The order of the epoch's samples.
         feeder: Loads them.
         batch_size: Samples per batch if all are equal.
@@ -96,8 +96,10 @@ class LeasedBatches:
         try:
             self._feeder.begin(self._stock, self._order.indices)
             yield from self._loaded()
-        finally:
+        except BaseException:
             self._stock.close()
+            raise
+        finally:
             self._feeder.end(self._stock)
             if self._shares is not None:
                 self._shares.end_epoch(self._stock.epoch)
@@ -226,7 +228,7 @@ class StreamBatches:
 
     Args:
         run: The runtime of this process.
-        stock: Leases of future batches; closed when the iteration ends.
+        stock: Leases of future batches; closed if the iteration ends in the middle of the epoch.
         stream: The stream, which continues from epoch to epoch.
         equal_because: Why all ranks need equally many batches, besides reasons of the runtime's optimizers.
         note: See `Note`.
@@ -243,8 +245,9 @@ class StreamBatches:
     def __iter__(self) -> Iterator[Any]:
         try:
             yield from self._loaded()
-        finally:
+        except BaseException:
             self._stock.close()
+            raise
 
     def _loaded(self) -> Iterator[Any]:
         stock, stream = self._stock, self._stream

@@ -57,7 +57,8 @@ class LeasedMicrobatches:
             yield from self._parts()
             ended = True
         finally:
-            self._stock.close()
+            if not ended:
+                self._stock.close()
             self._feeder.end(self._stock)
             self._end_inside(ended)
 

@@ -471,8 +471,12 @@ class LeaseStock:
         with self._changed:
             self._exhausted = True
 
-    def close(self) -> None:
-        """Report that the loop has ended, and return what was not begun."""
+    def close(self, *, meets: bool | None = None) -> None:
+        """Report that the loop has ended, and return what was not begun.
+
+        Args:
+            meets: Whether the calling thread meets the other ranks at the end of the epoch; found out if left out.
+        """
         with self._changed:
             if not self.closed:
                 self.closed = True
@@ -480,7 +484,7 @@ class LeaseStock:
                 self._runs.clear()
                 self._formed.clear()
                 early = not self._exhausted
-                meets = early or self._meets()
+                meets = early or (self._meets() if meets is None else meets)
                 self._send(LeaseReturn(self.loader, self.epoch, self._begun, True, early, 0, undone, meets=meets))
 
     def _pop(self, wanted: int) -> Span:

@@ -80,7 +80,8 @@ class Meetings:
         """See `Runtime.meeting`."""
         with self.inactive(reason, out_of_data=out_of_data):
             if if_true() and not self._inactivity.nested and self.in_training_thread():
-                self.meet(reason, deadline_s, out_of_data=out_of_data)
+                # The others are in it too, and will leave it: who is inactive again after catching up has data.
+                self.meet(reason, deadline_s, out_of_data=False)
             yield
 
     def finished(self) -> None:

@@ -3,6 +3,7 @@
     python -m tests.multiproc.loader_job first FOLDER       epochs, then a checkpoint in the middle of one
     python -m tests.multiproc.loader_job second FOLDER      goes on from it, with any number of ranks
     python -m tests.multiproc.loader_job several FOLDER     loops that draw from two loaders of different lengths
+    python -m tests.multiproc.loader_job short FOLDER       many epochs of few steps, that end together or with join
     python -m tests.multiproc.loader_job alone FOLDER       states in the middle of epochs in which ranks step alone
 """
 
@@ -18,6 +19,8 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import star_hvd as hvd
 from star_hvd.input.sample_order import Permutation
+from star_hvd.runtime import meetings
+from star_hvd.runtime.inactivity import Inactivity
 from tests.multiproc.modes import deadline
 from tests.multiproc.scenarios import compute, digest, model
 from tests.support.launch import write_result
@@ -143,6 +146,50 @@ def several(folder: Path) -> dict[str, Any]:
     return found
 
 
+SHORT = ("shard", "join")
+SHORT_EPOCHS, SHORT_STEPS = 20, 2
+
+
+class _LeavesLate(Inactivity):
+    """An inactive period whose end comes later on one of two ranks, as if it were suspended there."""
+
+    late = False
+
+    def leave(self, reason: str) -> None:
+        if self.late:
+            time.sleep(SLOW_S)
+        super().leave(reason)
+
+
+def short(folder: Path) -> dict[str, Any]:
+    """The optimizer's steps, and how many of them lacked a rank, in epochs of equally many batches on both ranks.
+
+    A rank leaves the end of an epoch later than the other one has its first gradient.
+    """
+    meetings.Inactivity = _LeavesLate  # type: ignore[misc]
+    rank, size, found = int(hvd.rank()), int(hvd.size()), {}
+    samples = torch.arange(float(SHORT_STEPS * size * BATCH)).unsqueeze(1)
+    for how in SHORT:
+        net = torch.nn.Linear(1, 1)
+        inner = torch.optim.SGD(net.parameters(), lr=0.01)
+        optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), mode="sync", accuracy="exact")
+        loader = hvd.shard(torch.utils.data.TensorDataset(samples), BATCH, shuffle=False)
+        for epoch in range(SHORT_EPOCHS):
+            own = ([each] for each in samples.chunk(SHORT_STEPS * size)[rank::size])
+            batches: Any = loader if how == "shard" else own
+            _LeavesLate.late = epoch % 2 == rank
+            for (batch,) in batches:
+                optimizer.zero_grad()
+                net(batch).sum().mul(1e-6).backward()
+                optimizer.step()
+            if how == "join":
+                hvd.join()
+        stats = optimizer.stats()
+        found[how] = {key: stats[key] for key in ("steps", "fresh", "late")}
+        optimizer.close()
+    return found
+
+
 ALONE = ("asgd", "local(3)", "local(3,background)", "subgroup(0,1)")
 
 
@@ -186,7 +233,8 @@ def main(part: str, folder: Path) -> None:
     torch.set_num_threads(1)
     hvd.init()
     with deadline():
-        write_result({"first": first, "second": second, "several": several, "alone": alone}[part](folder))
+        parts = {"first": first, "second": second, "several": several, "short": short, "alone": alone}
+        write_result(parts[part](folder))
     hvd.shutdown()
 
 

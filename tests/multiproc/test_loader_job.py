@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.loader_job import ALONE, BATCH, INNER, OUTER, SAMPLES, SEVERAL, STOPS_AT
+from tests.multiproc.loader_job import (
+    ALONE,
+    BATCH,
+    INNER,
+    OUTER,
+    SAMPLES,
+    SEVERAL,
+    SHORT,
+    SHORT_EPOCHS,
+    SHORT_STEPS,
+    STOPS_AT,
+)
 from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S + 60)]
@@ -75,6 +86,13 @@ def test_a_loop_may_draw_from_several_loaders_of_any_lengths() -> None:
         assert len({one["last"] for one in each}) == 1
         if mode == "sync":
             assert all(len({one["digests"][epoch] for one in each}) == 1 for epoch in range(2)), "ranks meet"
+
+
+def test_no_step_behind_the_end_of_an_epoch_lacks_a_rank() -> None:
+    """Its gradient would come a step later, in a mode that promises none of that."""
+    made = run_job("tests.multiproc.loader_job", "short", ".", ranks=2).check().results
+    steps = SHORT_EPOCHS * SHORT_STEPS
+    assert made == [{how: {"steps": steps, "fresh": steps, "late": 0} for how in SHORT}] * 2
 
 
 def test_a_state_where_ranks_step_alone_takes_nothing_for_consumed_that_the_parameters_lack() -> None:

@@ -187,6 +187,7 @@ class World:
             memory=MemoryLimits(0),
             in_hand=None,
             steps_ended=0,
+            meets=self.in_training_threads,
             steps_made=lambda: self.steps[rank],
             own_steps=lambda: self.own_steps[rank],
             batch_begins=lambda: (self.steps[rank], self.own_steps[rank] if self.alone else -1),

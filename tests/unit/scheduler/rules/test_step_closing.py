@@ -329,8 +329,8 @@ def test_lockstep_waits_a_little_for_a_rank_that_comes_back_from_a_collective() 
     for rank in (0, 1):
         subject.arrive(rank, 0, COMPUTE_S, 1.0)
     order, again_s = subject.evaluate(1.0)
-    assert order is None and again_s == pytest.approx(1.0 + COMPUTE_S)
-    assert subject.evaluate(1.0 + 0.99 * COMPUTE_S)[0] is None
+    assert order is None and again_s is not None and again_s - 1.0 > 5 * COMPUTE_S, "it may be suspended just then"
+    assert subject.evaluate(0.99 * again_s)[0] is None
     order, _ = subject.evaluate(again_s)
     assert order is not None and (order.reason, order.excused) == ("away", (2,))
 
