@@ -66,7 +66,7 @@ def _compare(losses: Sequence[float], recent: int) -> tuple[float, float, float]
     now = losses[-recent:]
     base = losses[max(0, len(losses) - recent - _BASE) : -recent]
     late = base[len(base) // 2 :]
-    # A server mode reports one rank's loss instead of the mean: the larger noise counts.
+    # Under servers a loss is a mean of pushes, of which fast ranks make more than slow ones: the larger noise counts.
     spread = max(_spread(base), _spread(now) if len(now) >= _RECENT else 0.0)
     error = spread * math.sqrt(1.0 / len(now) + 1.0 / len(late))
     return statistics.fmean(now), statistics.fmean(late), error

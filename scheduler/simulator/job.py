@@ -158,6 +158,7 @@ class Job:
         self._rng = np.random.default_rng(scenario.seed + 1)
         self._measured = (0.0, np.zeros(scenario.world_size))
         self._losses: deque[tuple[int, float]] = deque(maxlen=_LOSSES)
+        self._loss_at = 0.0  # Gradients behind the recorded losses.
         self._loss_rng = np.random.default_rng(scenario.seed + 2)
 
     @property
@@ -256,7 +257,15 @@ class Job:
         return noise, links
 
     def _note_loss(self) -> None:
-        """Record a training loss as a user would report it: it falls with progress and has a batch's noise."""
+        """Record a training loss as a job would: it falls with progress and has a batch's noise.
+
+        Under servers it is recorded once per as many gradients as ranks, as `star_hvd.coordinator.reports` does.
+        """
+        if self.plan.family in ("ps", "grouped"):
+            steps = (float(self.state.account.gradients[0]) - self._loss_at) // self.scenario.world_size
+            if steps < 1.0:
+                return
+            self._loss_at += steps * self.scenario.world_size
         loss = _LOSS[0] + _LOSS[1] * math.exp(-_LOSS[2] * float(self.state.account.progress[0]))
         loss *= 1.0 + _LOSS_NOISE * float(self._loss_rng.standard_normal())
         self._losses.append((int(self.state.step[0]), loss))
@@ -292,6 +301,7 @@ class Job:
         state = self.state
         plan = with_groups(plan, self._usual_s())
         before, self.plan = self.plan, plan
+        self._loss_at = float(state.account.gradients[0])
         self.switches.append((self.now_s, plan.label, plan.reason))
         self._left_s.update(dict.fromkeys(before.sets, self.now_s))
         new = [one for one in plan.sets if self.now_s - self._left_s.get(one, -math.inf) > SET_IDLE_S]

@@ -351,7 +351,7 @@ class OptimizerState:
         if served and message.plan_id == self.active.plan_id:
             self.rule.skip_to(message.version)
         self.steps = max(self.steps, message.version)
-        self.losses.note(message.version, message.loss)
+        self.losses.note_push(message.version, message.loss, self.world_size)
 
     def drop(self, rank: int, message: OptimizerDropped) -> bool:
         """Note that a rank has dropped this optimizer; return whether all have and no collective of it is in flight.
@@ -515,6 +515,7 @@ class OptimizerState:
         if plan_id <= self.active.plan_id or plan_id not in self._published:
             return
         self.active = self._published[plan_id]
+        self.losses.drop_pushes()
         self.blocked.succeeded(self.active.mode)
         if self._wanted is not None and self._wanted.mode == self.active.mode:
             self._wanted_failed = ""

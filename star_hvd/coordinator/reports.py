@@ -289,7 +289,7 @@ class Losses:
     """Recorded losses, the last 256.
 
     Attributes:
-        values: Means over the ranks, or one rank's own loss under servers; infinite if a loss was NaN.
+        values: Means over the ranks, under servers over as many pushes as ranks; infinite if a loss was NaN.
         steps: Their steps.
         usual: Exponential moving average of the finite ones; NaN before the first.
     """
@@ -298,6 +298,7 @@ class Losses:
         self.values: deque[float] = deque(maxlen=_LOSSES_KEPT)
         self.steps: deque[int] = deque(maxlen=_LOSSES_KEPT)
         self.usual = math.nan
+        self._pushed: list[float] = []  # Losses of the latest pushes, NaN where the user recorded none.
 
     def note(self, step: int, loss: float) -> None:
         """Take in the loss of a step; NaN if the user recorded none."""
@@ -307,3 +308,26 @@ class Losses:
         self.steps.append(step)
         if math.isfinite(loss):
             self.usual = loss if math.isnan(self.usual) else 0.9 * self.usual + 0.1 * loss
+
+    def note_push(self, step: int, loss: float, world_size: int) -> None:
+        """Take in the loss of one rank's push; `world_size` pushes, the gradients of a step of `sync`, count as one.
+
+        With a loss per push, the 24 losses in which the accuracy guard looks for a rise would be those of 24 pushes
+        only, less than one step of `sync` among many ranks.
+
+        Args:
+            step: The global step, as the rank knows it.
+            loss: Its loss; NaN if the user recorded none.
+            world_size: Number of ranks.
+        """
+        self._pushed.append(loss)
+        if len(self._pushed) < world_size:
+            return
+        known = [each for each in self._pushed if not math.isnan(each)]
+        self._pushed.clear()
+        if known:
+            self.note(step, statistics.fmean(known) if all(map(math.isfinite, known)) else math.inf)
+
+    def drop_pushes(self) -> None:
+        """Forget pushes that are not counted yet: a mean must not mix losses of two plans."""
+        self._pushed.clear()

@@ -403,3 +403,16 @@ def test_a_mode_without_a_simulation_is_not_simulated_as_another() -> None:
     object.__setattr__(plan, "mode", "new")
     with pytest.raises(ValueError, match="mode new has no simulation"):
         make_mode(job(scenario(4), plan), [plan])
+
+
+@pytest.mark.parametrize(
+    ("plan", "losses"), [(Plan.sync(4), 24), (Plan.ps(4, 1), 6), (Plan.ps(4, 3), 18), (Plan.grouped(4, 2), 12)]
+)
+def test_a_loss_is_recorded_per_step_s_worth_of_gradients(plan: Plan, losses: int) -> None:
+    class Keep:
+        def decide(self, window: Window, active: Plan) -> Plan | None:
+            return None
+
+    simulated = Job(Scenario(network=TINY, cluster=Cluster(world_size=4)), plan, Keep())
+    simulated.advance(24)
+    assert len(simulated.window().losses) == losses

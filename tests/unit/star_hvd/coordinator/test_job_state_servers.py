@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from scheduler.plan.plan import Plan
+from scheduler.records import StepTimes
 from star_hvd.channel.messages.base import Message, PlanMessage
-from star_hvd.channel.messages.switch import LinkRate, Probe, WarmServers
+from star_hvd.channel.messages.switch import LinkRate, Probe, StepNote, WarmServers
 from star_hvd.coordinator.job_state import JobState
 from tests.support.job_states import CONFIG, Job, only
 
@@ -57,3 +58,19 @@ def test_on_one_host_there_is_nothing_to_measure() -> None:
     job, at_once = asked(("a",) * 4)
     assert len(only(at_once, PlanMessage)) == 1
     assert not only(run(job, 5.0, lambda rank, target: RATE), Probe)
+
+
+def test_as_many_pushes_as_ranks_are_one_loss() -> None:
+    job = Job(3)
+    job.register(Plan.ps(3, 1))
+
+    def push(rank: int, version: int, plan_id: int, loss: float) -> None:
+        job.say(rank, StepNote(0, version, plan_id, StepTimes(0.03, 0.0, 0.03), 0.001, loss, 1))
+
+    for version in range(8):
+        push(version % 3, version, 1, float(version))
+    assert job.engine.window().losses == (1.0, 4.0) and job.engine.window().loss_steps == (2, 5)
+    job.engine.publish(Plan.ps(3, 2), job.now_s)
+    for version in range(8, 12):
+        push(version % 3, version, 2, 100.0)
+    assert job.engine.window().losses == (1.0, 4.0, 100.0), "no mean of losses of two plans"

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.policy.accuracy_guard import loss_alarm
 from scheduler.records import StepReport, StepTimes
-from star_hvd.coordinator.reports import History
+from star_hvd.coordinator.reports import History, Losses
 
 _DEPTH = 8
 
@@ -129,3 +130,29 @@ def test_the_latest_time_is_without_waits_where_those_of_the_table_are() -> None
             oversubscribed_share=limit, starved_share=[0.0], link_bytes_per_s=[1.0], silent_s=[0.0], comm_s=()
         )
         assert history.newest_s(0) == pytest.approx(found_s) == next(iter(table)).compute_s[0]
+
+
+def test_a_rise_of_the_loss_under_servers_is_seen_as_soon_as_in_sync() -> None:
+    """Two percent per step's worth of pushes: with a loss per push, 120 losses are two such steps, and look flat."""
+    n, losses = 64, Losses()
+    for update in range(160):
+        usual = 2.0 * 1.02 ** max(0, update - 100)
+        for rank in range(n):
+            losses.note_push(n * update + rank, usual * (1.0 + 0.01 * (-1) ** (rank // 2)), n)
+        before = sum(step < 6400 for step in losses.steps)
+        if loss_alarm(tuple(losses.values), before):
+            break
+    assert 106 <= update <= 130
+    assert len(losses.values) == update + 1 and losses.steps[-1] == n * update + n - 1
+
+
+def test_pushes_without_a_loss_count_and_those_of_another_plan_do_not() -> None:
+    losses = Losses()
+    for step, loss in enumerate((1.0, math.nan, 3.0, math.nan, math.nan, math.nan, 1.0, math.inf, -math.inf)):
+        losses.note_push(step, loss, 3)
+    assert tuple(losses.values) == (2.0, math.inf) and tuple(losses.steps) == (2, 8) and losses.usual == 2.0
+    losses.note_push(9, 100.0, 3)
+    losses.drop_pushes()
+    for step in (10, 11, 12):
+        losses.note_push(step, 1.0, 3)
+    assert losses.values[-1] == 1.0 and losses.steps[-1] == 12
