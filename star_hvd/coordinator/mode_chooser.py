@@ -183,19 +183,20 @@ class Choice:
             self._stretch = (window.step, active)
             return
         began, plan = self._stretch
-        if window.step - began < _STRETCH_UPDATES:
-            return
         inside = [
-            loss
+            (step, loss)
             for step, loss in zip(window.loss_steps, window.losses, strict=True)
             if step >= began and math.isfinite(loss)
         ]
-        self._stretch = (window.step, active)
-        if len(inside) < 3 * _SMOOTH:
+        # Under servers a loss is one of several updates, so a stretch can have enough steps but not enough losses.
+        if window.step - began < _STRETCH_UPDATES or len(inside) < 3 * _SMOOTH:
             return
+        self._stretch = (window.step, active)
         first, last = inside[:_SMOOTH], inside[-_SMOOTH:]
-        decrease = sum(first) / len(first) - sum(last) / len(last)
-        updates = (window.step - began) * plan.steps_per_report(Readings.of(window).typical_s)
+        decrease = (sum(loss for _, loss in first) - sum(loss for _, loss in last)) / _SMOOTH
+        # The decrease is one from the middle of the first losses to the middle of the last; the oldest are not kept.
+        steps = (sum(step for step, _ in last) - sum(step for step, _ in first)) / _SMOOTH
+        updates = steps * plan.steps_per_report(Readings.of(window).typical_s)
         self._predicting.observe(plan, updates, decrease, self._drift(plan))
 
     def _drift(self, plan: Plan) -> float:
