@@ -42,7 +42,8 @@ def bounded(predictions: Sequence[Prediction], conditions: Conditions) -> list[P
 def _bounded(one: Prediction, conditions: Conditions, sync_s: float) -> Prediction:
     if one.plan.mode == "sync":
         return one
-    least = least_relative(one.plan, conditions, sync_s=sync_s) / _ROOM
+    # The bound is one of time, to which the cost of a missed target is added.
+    least = least_relative(one.plan, conditions, sync_s=sync_s) / _ROOM + 1.0 - one.reach
     if one.relative >= least:
         return one
     return dataclasses.replace(

@@ -635,15 +635,18 @@ def _as_measured(predictions: list[Prediction], active: Plan, cost_s: float) -> 
     """Replace the active plan's prediction by its measured cost per synchronous step, if that is less; the best first.
 
     What makes a plan costlier than predicted may make the others costlier too; that is left to `OutcomeCheck.judge`.
+    Only time is measured: the cost of a missed target stays as predicted.
     """
     sync_s = next((one.interval_s for one in predictions if one.plan.plain), math.nan)
     found = []
     for one in predictions:
-        part = cost_s / sync_s / one.relative if same_plan(one.plan, active) else 1.0
+        missed = 1.0 - one.reach
+        middle = max(one.relative - missed, 1e-9)
+        part = cost_s / sync_s / middle if same_plan(one.plan, active) else 1.0
         if part < 1.0:
             one = dataclasses.replace(
-                one, relative=part * one.relative, low=part * one.low, high=part * one.high,
-                interval_s=part * one.interval_s,
+                one, relative=part * middle + missed, low=part * (one.low - missed) + missed,
+                high=part * (one.high - missed) + missed, interval_s=part * one.interval_s,
             )  # fmt: skip
         found.append(one)
     return sorted(found, key=lambda one: one.relative)

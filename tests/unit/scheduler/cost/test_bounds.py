@@ -42,6 +42,17 @@ def test_two_equal_ranks_are_not_made_31_times_faster() -> None:
     assert 1.0 / rank([Plan.subgroup(2, [0])], equal)[0].relative > 5.0, "as the model alone would have it"
 
 
+def test_a_bound_of_time_leaves_the_cost_of_a_missed_target() -> None:
+    equal, plan = _conditions([0.1] * 4), Plan.ps(4, 1)
+    (sure,) = bounded([_claim(plan, 0.2)], equal)
+    for relative in (0.5, sure.relative + 0.1):
+        doubtful = dataclasses.replace(_claim(plan, relative), reach=0.7)
+        (found,) = bounded([doubtful], equal)
+        assert found.relative == pytest.approx(sure.relative + 0.3) and found.bound == pytest.approx(1 / found.relative)
+    (found,) = bounded([dataclasses.replace(_claim(plan, sure.relative + 0.31), reach=0.7)], equal)
+    assert found.bound == 0.0 and found.relative == pytest.approx(sure.relative + 0.31)
+
+
 def test_a_freeze_delays_all_groups() -> None:
     """A second in fifty steps: two groups of equal ranks lose as much of it per step of progress as `sync` does."""
     usual = _conditions([0.1] * 4)

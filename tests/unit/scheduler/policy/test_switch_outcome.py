@@ -432,3 +432,29 @@ def test_a_measured_relaxed_plan_is_left_for_another_family_only_for_a_clear_gai
         found = found or policy.decide(seen, active)
     assert (found is not None and found.mode == "ps") == left
     assert left or "would have to be" in policy.explain()
+
+
+def test_measured_steps_are_no_reason_to_expect_the_target() -> None:
+    def last(reach: float) -> Prediction:
+        def ranker(offered, conditions, win, active):  # type: ignore[no-untyped-def]
+            plain, missed = next(plan for plan in offered if plan.plain), 1.0 - reach
+            kinds = {plain: (1.0, 0.0), active: (0.6, missed)}
+            return [
+                Prediction(
+                    plan=plan, relative=middle + extra, low=0.9 * middle + extra, high=1.1 * middle + extra,
+                    interval_s=0.2 * middle, progress=1.0, drift=0.0, reach=1.0 - extra,
+                )
+                for plan, (middle, extra) in kinds.items()
+            ]  # fmt: skip
+
+        policy, active = CostPolicy(4, ranker=ranker), Plan.partial(4, 3, plan_id=1)
+        for step in range(40, 240, 2):
+            seen = window(steady(4, slow={2: 4.0}), end=step, now_s=0.08 * step, allowed=("sync", "partial"))
+            policy.decide(seen, active)
+        return next(one for one in policy.last if one.plan is active)
+
+    sure, doubtful = last(1.0), last(0.9)
+    assert sure.relative < 0.5, "faster than predicted"
+    for name in ("relative", "low", "high"):
+        assert getattr(doubtful, name) == pytest.approx(getattr(sure, name) + 0.1), name
+    assert doubtful.interval_s == pytest.approx(sure.interval_s)
