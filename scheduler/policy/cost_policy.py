@@ -281,9 +281,9 @@ class CostPolicy:
         """Learn the price of staleness from the loss decrease under a plan (see `StalenessPrice.observe`)."""
         length = plan.quorum / self.world_size if plan.mode == "ps" and plan.lr_rule == "linear" else 1.0
         gradients = float(plan.quorum) if plan.mode in ("ps", "partial", "subgroup") else float(self.world_size)
-        if plan.mode == "grouped":
+        if plan.mode == "grouped" or plan.rule == "groups":
             count = max(1, len(plan.groups) or plan.group_count)
-            length, gradients = 1.0 / count, self.world_size / count
+            length, gradients = 1.0 / count if plan.lr_rule == "linear" else 1.0, self.world_size / count
         self.price.observe(
             decrease=decrease,
             updates=updates,

@@ -449,6 +449,19 @@ def test_any_rhythm_of_a_disturbance_costs_at_most_twice_the_better_mode(
 # ---- freezes --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("groups", [((0, 1, 2), (3,)), ((0, 1), (2,), (3,))])
+def test_an_update_of_dynamic_groups_is_that_of_a_group(
+    groups: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, found = CostPolicy(4), []
+    monkeypatch.setattr(policy.price, "observe", lambda **values: found.append((values["length"], values["gradients"])))
+    dynamic = Plan.ps(4, 1, rule="groups", groups=groups)
+    for plan in (dynamic, Plan.grouped(4, groups), dynamic.replace(lr_rule="none"), Plan.ps(4, 1)):
+        policy.observe(plan, 100.0, 1.0, 0.5)
+    count = len(groups)
+    assert found == [(1.0 / count, 4.0 / count)] * 2 + [(1.0, 4.0 / count), (0.25, 1.0)]
+
+
 def test_freezes_are_counted_and_forgotten() -> None:
     freezes, plan = Freezes(), Plan.sync(4)
     for step, silent in ((0, 0.0), (100, 1.5), (100, 2.0), (101, 0.0), (200, 3.0), (201, 0.0)):
