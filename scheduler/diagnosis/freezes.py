@@ -54,14 +54,14 @@ class Freezes:
 
         Args:
             window: Recent reports; `silent_s` of its ranks is used.
-            active: The active plan: under servers x of n gradients count as x / n of a step, and in `local` an
-                averaging counts as the steps before it.
+            active: The active plan: under servers x of n gradients, or those of a group, count as a part of a step, and
+                in `local` an averaging counts as the steps before it.
             typical_s: Usual compute time.
         """
         if self._step is not None and window.step < self._step:
             self.__init__()  # type: ignore[misc]  # Another run.
-        share = active.quorum / active.world_size if active.mode in ("ps", "grouped") else 1.0
-        share *= 1.0 if window.counts_local else active.steps_per_report(typical_s)
+        share = 1.0 if window.counts_local else active.steps_per_report(typical_s)
+        share /= active.updates_per_step
         self._now += share * (window.step - self._step) if self._step is not None else 0.0
         self._step = window.step
         self._typical_s = typical_s

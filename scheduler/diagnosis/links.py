@@ -105,7 +105,7 @@ class LinkMemory:
 
         Args:
             window: Provides the step.
-            active: The active plan: under servers x of n gradients count as x / n of a step.
+            active: The active plan: under servers x of n gradients, or those of a group, count as a part of a step.
             rate: Link rate of every rank, bytes/s, infinite where unknown, shape (n_ranks,).
 
         Returns:
@@ -118,8 +118,8 @@ class LinkMemory:
             self._count(now)
             return rate
         self._count(now)
-        share = active.quorum / active.world_size if active.mode in ("ps", "grouped") else 1.0
-        keep = np.power(0.5, share * (window.step - self._step) / (_HALF_LIFE * np.clip(self._times, 1, _LONGEST)))
+        steps = (window.step - self._step) / active.updates_per_step
+        keep = np.power(0.5, steps / (_HALF_LIFE * np.clip(self._times, 1, _LONGEST)))
         # A rank whose rate was unknown until now has no history.
         past = np.where(self._cost > 0.0, self._cost, now)
         self._cost = keep * past + (1.0 - keep) * now  # A rate that is no longer measured decays, too.

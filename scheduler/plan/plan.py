@@ -356,6 +356,16 @@ class Plan:
         """
         return _FAMILIES.get(self.mode, "all_ranks")
 
+    @property
+    def updates_per_step(self) -> float:
+        """Updates, each a global step, that take as many gradients as a step of `sync`; 1 where all ranks reduce.
+
+        n / x in `ps`, the number of groups where a group makes an update.
+        """
+        if self.mode == "grouped" or (self.mode == "ps" and self.rule == "groups"):
+            return float(max(1, len(self.groups) or self.group_count))
+        return self.world_size / self.quorum if self.mode == "ps" else 1.0
+
     def steps_per_report(self, step_s: float) -> float:
         """Steps of a rank per global step, which is an averaging in `local`; 1 in other modes.
 

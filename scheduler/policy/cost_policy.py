@@ -282,7 +282,7 @@ class CostPolicy:
         length = plan.quorum / self.world_size if plan.mode == "ps" and plan.lr_rule == "linear" else 1.0
         gradients = float(plan.quorum) if plan.mode in ("ps", "partial", "subgroup") else float(self.world_size)
         if plan.mode == "grouped" or plan.rule == "groups":
-            count = max(1, len(plan.groups) or plan.group_count)
+            count = plan.updates_per_step
             length, gradients = 1.0 / count if plan.lr_rule == "linear" else 1.0, self.world_size / count
         self.price.observe(
             decrease=decrease,
@@ -480,7 +480,7 @@ class CostPolicy:
         if active.mode == "partial":
             return calm >= _CALM_PARTIAL_STEPS
         least = _CALM_STEPS if slower <= _CALM_LOSS else _CALM_PARTIAL_STEPS
-        return calm >= least * (self.world_size / active.quorum if active.mode == "ps" else 1.0)
+        return calm >= least * active.updates_per_step
 
     def _price_s(self, conditions: Conditions, active: Plan, plan: Plan) -> float:
         """Seconds that a switch costs.

@@ -69,12 +69,25 @@ def test_a_link_between_slow_and_well_is_counted_once() -> None:
     assert often.go(100, FAST)[3] == pytest.approx(once.go(100, FAST)[3], rel=0.01)
 
 
-def test_under_servers_steps_are_updates_of_fewer_gradients() -> None:
+@pytest.mark.parametrize(
+    ("plan", "updates"),
+    [
+        (Plan.ps(4, 2, servers=(0,)), 2),
+        (Plan.ps(4, 1), 4),
+        (Plan.ps(4, 1, rule="groups", groups=((0, 1, 2), (3,))), 2),
+        (Plan.grouped(4, ((0, 1, 2), (3,))), 2),
+        (Plan.grouped(4, 3), 3),
+        (Plan.partial(4, 2), 1),
+        (Plan.subgroup(4, (0, 1)), 1),
+    ],
+)
+def test_under_servers_steps_are_updates_of_fewer_gradients(plan: Plan, updates: int) -> None:
+    assert plan.updates_per_step == updates
     rounds, served = Cluster(), Cluster()
     for cluster in (rounds, served):
         cluster.go(100, BAD)
     expected = rounds.go(40, FAST)[3]
-    assert served.go(80, FAST, Plan.ps(4, 2, servers=(0,)))[3] == pytest.approx(expected, rel=0.01)
+    assert served.go(40 * updates, FAST, plan)[3] == pytest.approx(expected, rel=0.01)
 
 
 def test_a_rank_without_a_known_rate_has_no_past() -> None:

@@ -153,13 +153,24 @@ def test_it_goes_back_when_nobody_is_slow_and_not_before() -> None:
     assert back.reason == "no rank was slow since step 144: sync"
 
 
-def test_averagings_count_as_their_steps_towards_calm() -> None:
-    def alike(offered: Sequence[Plan], _: Conditions, __: Window, ___: Plan) -> list[Prediction]:
-        return [
-            Prediction(plan=plan, relative=1.0, low=0.9, high=1.1, interval_s=0.1, progress=1.0, drift=0.0, reach=1.0)
-            for plan in offered
-        ]
+def alike(offered: Sequence[Plan], _: Conditions, __: Window, ___: Plan) -> list[Prediction]:
+    return [
+        Prediction(plan=plan, relative=1.0, low=0.9, high=1.1, interval_s=0.1, progress=1.0, drift=0.0, reach=1.0)
+        for plan in offered
+    ]
 
+
+@pytest.mark.parametrize(
+    "plan", [Plan.ps(4, 2), Plan.grouped(4, ((0, 1, 2), (3,))), Plan.ps(4, 1, rule="groups", groups=((0, 1, 2), (3,)))]
+)
+def test_updates_count_as_their_part_of_a_step_towards_calm(plan: Plan) -> None:
+    policy = CostPolicy(4, ranker=alike)
+    taken = [policy.decide(window(steady(4), end=end), plan.replace(plan_id=3)) for end in range(40, 65)]
+    assert taken[:24] == [None] * 24 and taken[24] is not None
+    assert taken[24].reason == "no rank was slow since step 40: sync"
+
+
+def test_averagings_count_as_their_steps_towards_calm() -> None:
     policy, local = CostPolicy(8, ranker=alike), Plan.local(8, steps=4, plan_id=3)
     taken = [policy.decide(window(steady(8), end=end), local) for end in range(40, 44)]
     assert taken[:3] == [None] * 3 and taken[3] is not None
@@ -482,6 +493,15 @@ def test_a_freeze_without_end_is_one_freeze_however_long() -> None:
     assert dict(freezes.freezing) == {3: 1}
     freezes.note(window(steady(4), end=12050), plan, 0.1)
     assert not freezes.freezing, "it began long ago"
+
+
+def test_freezes_are_counted_per_step_where_groups_make_updates() -> None:
+    groups = ((0, 1, 2), (3,))
+    for plan in (Plan.grouped(4, groups), Plan.ps(4, 1, rule="groups", groups=groups)):
+        freezes = Freezes()
+        for step, silent in ((0, 0.0), (100, 4.0), (101, 0.0), (200, 0.0)):
+            freezes.note(window(steady(4), end=step, silent_s={1: silent}), plan, 0.1)
+        assert freezes.per_step_s == pytest.approx(0.5 * 4.0 / 100.0), plan.label
 
 
 def test_freezes_are_counted_per_step_of_a_rank() -> None:
