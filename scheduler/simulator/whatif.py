@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from scheduler.cost.conditions import NOISE, Conditions
-from scheduler.cost.cost_model import rank
+from scheduler.cost.cost_model import rank, ring_s
 from scheduler.cost.priors import prior_of
 from scheduler.cost.staleness_price import StalenessPrice
 from scheduler.diagnosis.window_stats import THRESHOLD, always_slow
@@ -232,17 +232,19 @@ def _gain(times: Array, rank_: int, comm_s: float, totals: _Totals) -> RankGain:
 def _replay(basis: Conditions, comm_s: float, plans: Sequence[Plan], known: InForce) -> _Totals:
     """Replay the run in chunks; relative times are weighted by the time of each chunk in `sync`."""
     totals = _Totals(worth=np.zeros(len(known.which)), relative={plan.label: np.zeros(3) for plan in plans})
+    # Communication is on the critical path of every mode, so it is added to the compute times, except for what the cost
+    # model adds itself from known links and bytes, to each mode its own.
+    beyond_s = max(0.0, comm_s - ring_s(basis)) if basis.comm_bytes > 0.0 else comm_s
     for begin in range(0, len(basis.times_s), _CHUNK):
         rows = slice(begin, begin + _CHUNK)
-        # Communication is on the critical path of every mode: add it to the compute times.
-        times_s = basis.times_s[rows] + comm_s
+        times_s = basis.times_s[rows] + beyond_s
         found = {one.plan.label: one for one in rank(plans, dataclasses.replace(basis, times_s=times_s))}
         under = [found[plan.label] for plan in known.plans]
         updates, which = known.updates[rows], known.which[rows]
         worth = updates * np.array([one.progress for one in under])[which]
         totals.worth[rows] = worth
         totals.replayed_s += float((updates * np.array([one.interval_s for one in under])[which]).sum())
-        chunk_s = float((worth * times_s.max(axis=1)).sum())
+        chunk_s = float((worth * (basis.times_s[rows].max(axis=1) + comm_s)).sum())
         totals.sync_s += chunk_s
         for label, one in found.items():
             totals.relative[label] += chunk_s * np.array([one.relative, *one.reported_interval])

@@ -15,10 +15,12 @@ from rich.console import Console
 
 from scheduler.cli.main import main
 from scheduler.cli.simulate import LoggedTimes, draw, find_run, read_run, run, tables
+from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import ring_s
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
 from scheduler.simulator.reports import read_reports
-from scheduler.simulator.whatif import WhatIf, what_if
+from scheduler.simulator.whatif import InForce, WhatIf, what_if
 
 
 def logged(folder: Path, *, steps: int = 60, slow: float = 4.0) -> Path:
@@ -77,6 +79,22 @@ def test_a_run_that_compressed_its_gradients_is_replayed_with_their_size(tmp_pat
     whole, small = (what_if(times.compute_s, **links, reduced_part=part) for part in (1.0, 0.02))
     relative = [next(one.relative for one in found.modes if one.label == "local(4)") for found in (whole, small)]
     assert relative[0] < 1.0 < relative[1], "averagings of parameters are not compressed"
+
+
+@pytest.mark.parametrize(("share", "error"), [(0.3, 1e-6), (1.0, 1e-6), (1.5, 0.12)])
+def test_communication_counts_once_where_links_are_known(share: float, error: float) -> None:
+    """Equal ranks with 50 ms of compute; waits are those of a ring all-reduce over such links, `share` of it."""
+    times = np.full((64, 4), 0.05)
+    ring = ring_s(Conditions(times_s=times, rate=np.full(4, 1e8), comm_bytes=1e7))
+    in_force = InForce(plans=(Plan.sync(4),), which=np.zeros(64, dtype=np.int64), updates=np.ones(64))
+    waits = np.full((64, 4), share * ring)
+    found = what_if(
+        times, waits, comm_bytes=1e7, link_bytes_per_s=[1e8] * 4, modes=("ps",), in_force=in_force
+    )  # fmt: skip
+    assert found.replayed_s == pytest.approx(64 * (0.05 + max(1.0, share) * ring), rel=error)
+    assert found.sync_s == pytest.approx(64 * (0.05 + share * ring)) and found.slowdown == pytest.approx(1.0)
+    unknown = what_if(times, waits, modes=("ps",), in_force=in_force)
+    assert unknown.sync_s == pytest.approx(found.sync_s)
 
 
 def relaxed(folder: Path, label: str = "ps(backup=1)", *, steps: int = 200, dropped: int = 0) -> Path:
