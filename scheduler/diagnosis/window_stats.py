@@ -15,7 +15,17 @@ import numpy.typing as npt
 from scheduler.records import RankTable, Window
 from scheduler.stats import lower_median
 
-__all__ = ["MIN_REPORTS", "RECENT", "RESOLUTION_S", "THRESHOLD", "Readings", "always_slow", "slow_limit_s"]
+__all__ = [
+    "MIN_REPORTS",
+    "OVERSUBSCRIBED",
+    "RECENT",
+    "RESOLUTION_S",
+    "THRESHOLD",
+    "Readings",
+    "always_slow",
+    "queueing",
+    "slow_limit_s",
+]
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
@@ -33,6 +43,10 @@ straggler; without it 6.6 % of the windows do."""
 
 MIN_REPORTS = 3
 """A rank with fewer reports has no meaningful median: it is not judged and not part of the reference."""
+
+OVERSUBSCRIBED = 0.03
+"""Usual share of waits for a processor above which there are fewer cores than ranks: 4 ranks on 2 idle cores show 1 %,
+on 2 busy ones 40 %."""
 
 RECENT = 32
 """Reports per rank in its median: more than a straggler's rotation of a few steps, fewer than a training phase."""
@@ -226,6 +240,22 @@ class Readings:
             times = np.concatenate([times, fastest_s[None]])
             counts = np.append(counts, self._width)
         return np.asarray(_in_force(steps, times, counts, needed, 0.0).min(axis=0))
+
+
+def queueing(runqueue_s: _Floats, compute_s: _Floats, limit: float = OVERSUBSCRIBED) -> tuple[_Floats, bool]:
+    """Return the share of its compute time that each rank waits for a processor, and whether to subtract those waits.
+
+    If most ranks wait, there are fewer cores than ranks or other programs use them: a rank without a core for a moment
+    is not slow, and no mode would help. If a single rank waits, it is starved, and its waits are kept.
+
+    Args:
+        runqueue_s: Waits of every rank, the sum of its reports.
+        compute_s: The same for its compute times, waits included.
+        limit: Median share above which waits are subtracted.
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        shares = np.where(compute_s > 0.0, np.minimum(1.0, runqueue_s / compute_s), 0.0)
+    return shares, lower_median(shares) > limit
 
 
 def _in_force(steps: _Ints, times: _Floats, counts: _Ints, needed: _Ints, before: float) -> _Floats:

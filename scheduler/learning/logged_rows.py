@@ -14,6 +14,7 @@ Input: files of the run log (`training_logs/README.md`).
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -23,9 +24,12 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from scheduler.cost.conditions import Conditions
+from scheduler.diagnosis.window_stats import MIN_REPORTS, queueing
 from scheduler.learning.features import rows, speed
 from scheduler.learning.simulated_rows import in_order
 from scheduler.mlflow_limits import limit_requests
@@ -48,7 +52,15 @@ _ACTIVE_STEP = 12
 """Step by which the user's mode is active."""
 
 _LEAST_RATE, _MOST_RATE = 1.0, 1e15  # Bytes per second; a link that is not between them was not measured.
+_MOST_COMM_S = 1e6  # As long as no communication of a step takes.
 _CLIP = 3.5  # As in `simulated_rows`.
+
+
+class _Report(NamedTuple):
+    step: int
+    compute_s: float
+    late: bool
+    runqueue_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,7 +73,7 @@ class LoggedRun:
         plans: Active plans in order, without repetition and without the `sync` that precedes the user's mode.
         target_s: When the target was reached, seconds since the first plan; infinite if it was not.
         given_s: When it finished, seconds since the first plan; NaN if it failed, was killed, or runs.
-        reports: Per rank (step, compute_s, late), in order of step.
+        reports: Per rank its reports, in order of step, without the first.
         noise: (step, noise scale) of its windows.
         readings: (step, `window` event), in order.
     """
@@ -71,7 +83,7 @@ class LoggedRun:
     plans: list[Plan]
     target_s: float
     given_s: float
-    reports: dict[int, list[tuple[int, float, bool]]]
+    reports: dict[int, list[_Report]]
     noise: list[tuple[int, float]] = field(default_factory=list)
     readings: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
 
@@ -178,7 +190,7 @@ def _target(facts: Mapping[str, Any]) -> Target:
     return target
 
 
-def _all_reports(folder: Path, world_size: int) -> dict[int, list[tuple[int, float, bool]]]:
+def _all_reports(folder: Path, world_size: int) -> dict[int, list[_Report]]:
     reports = {}
     for rank in range(world_size):
         reports[rank] = _reports(folder / f"rank{rank}.jsonl")
@@ -187,18 +199,20 @@ def _all_reports(folder: Path, world_size: int) -> dict[int, list[tuple[int, flo
     return reports
 
 
-def _reports(path: Path) -> list[tuple[int, float, bool]]:
-    found = []
-    for item in read_run_file(path):
-        step, time_s = item.get("step"), item.get("compute_s")
-        if item.get("kind") == "step" and isinstance(step, int) and isinstance(time_s, float) and time_s > 0.0:
-            found.append((step, time_s, bool(item.get("late"))))
+def _reports(path: Path) -> list[_Report]:
+    """The reports of a rank, without its first, which the coordinator ignores: a first step allocates and compiles."""
+    found, steps = [], (item for item in read_run_file(path) if item.get("kind") == "step")
+    for item in itertools.islice(steps, 1, None):
+        step, time_s, queued_s = item.get("step"), item.get("compute_s"), item.get("runqueue_s")
+        if isinstance(step, int) and isinstance(time_s, float) and time_s > 0.0:
+            queued_s = max(0.0, float(queued_s or 0.0))  # Not in old logs.
+            found.append(_Report(step, time_s, bool(item.get("late")), queued_s))
     return sorted(found)
 
 
 def windows(run: LoggedRun) -> list[Window]:
     """Windows of the coordinator at some moments of the run, evenly spaced over its steps."""
-    last = min(own[-1][0] for own in run.reports.values())
+    last = min(own[-1].step for own in run.reports.values())
     steps = [round(_FIRST_STEP + (last - _FIRST_STEP) * (i + 1) / _MOMENTS) for i in range(_MOMENTS)]
     sizes = run.facts.get("optimizer") or {}
     found = []
@@ -217,16 +231,23 @@ def windows(run: LoggedRun) -> list[Window]:
 
 def _rank_stats(run: LoggedRun, step: int, event: Mapping[str, Any]) -> Iterator[RankStats]:
     """The ranks at a step: their reports so far, and the readings of the newest window."""
-    for rank, own in sorted(run.reports.items()):
-        kept = [one for one in own if one[0] <= step][-_HISTORY:]
+    kept = {rank: [one for one in own if one.step <= step][-_HISTORY:] for rank, own in sorted(run.reports.items())}
+    queued_s, computed_s = (
+        np.array([sum(getattr(one, name) for one in own) for own in kept.values()])
+        for name in ("runqueue_s", "compute_s")
+    )
+    _, without_waits = queueing(queued_s, computed_s)
+    for rank, own in kept.items():
+        times_s = [one.compute_s - (one.runqueue_s if without_waits else 0.0) for one in own]
         rate = _reading(event, "link_bytes_per_s", rank)
         yield RankStats(
-            rank=rank, compute_s=tuple(one[1] for one in kept), steps=tuple(one[0] for one in kept),
-            late_share=sum(one[2] for one in kept) / max(1, len(kept)),
+            rank=rank, compute_s=tuple(times_s), steps=tuple(one.step for one in own),
+            late_share=sum(one.late for one in own) / max(1, len(own)),
             input_share=min(1.0, _reading(event, "input_share", rank)),
             starved_share=min(1.0, _reading(event, "starved_share", rank)),
             link_bytes_per_s=rate if _LEAST_RATE <= rate <= _MOST_RATE else math.nan,
             silent_s=_reading(event, "silent_s", rank),
+            comm_s=_comm_s(event),
         )  # fmt: skip
 
 
@@ -235,6 +256,13 @@ def _reading(event: Mapping[str, Any], name: str, rank: int) -> float:
     values = (event.get("ranks") or {}).get(name) or []
     value = values[rank] if rank < len(values) else None
     return 0.0 if value is None else max(0.0, float(value))
+
+
+def _comm_s(event: Mapping[str, Any]) -> tuple[float, ...]:
+    """Times of communication of a window: its median, the only one logged, as often as makes it known."""
+    value = event.get("comm_s")
+    known = isinstance(value, (int, float)) and 0.0 <= value < _MOST_COMM_S
+    return (float(value or 0.0),) * MIN_REPORTS if known else ()
 
 
 def _part(event: Mapping[str, Any], name: str) -> float:

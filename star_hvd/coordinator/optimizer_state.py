@@ -15,7 +15,7 @@ from scheduler.diagnosis.host_headroom import HostHeadroom
 from scheduler.diagnosis.machine import MachineStats, throttled_shares
 from scheduler.diagnosis.noise_scale import NoiseScale
 from scheduler.diagnosis.stragglers import Straggler, find_stragglers
-from scheduler.diagnosis.window_stats import Readings
+from scheduler.diagnosis.window_stats import OVERSUBSCRIBED, Readings
 from scheduler.plan.completion import resolve
 from scheduler.policy.cost_policy import Ranker
 from scheduler.policy.switch_outcome import SwitchOutcome
@@ -62,7 +62,6 @@ _FED_BY = 8  # Steps after which a loader of `shard` is known if there is one.
 _REGROUP_AFTER = 20  # Consecutive decisions that prefer other groups before new groups are formed.
 _RATES_S = 3.0  # Longest wait for the rates of links before servers are placed; a sweep takes at most 2 s.
 _SENT_STEPS = 32  # Steps that say what is usual: more than a trial of a form of gradients takes.
-_OVERSUBSCRIBED = 0.03  # Usual share of waits for a processor; 4 ranks on 2 idle cores show 1 %, on 2 busy ones 40 %.
 
 
 class OptimizerState:
@@ -416,7 +415,7 @@ class OptimizerState:
         return Window(
             step=self.rule.step,
             ranks=self.history.table(
-                oversubscribed_share=_OVERSUBSCRIBED,
+                oversubscribed_share=OVERSUBSCRIBED,
                 starved_share=throttled_shares(self.machines),
                 link_bytes_per_s=self.links.rates(self.active),
                 silent_s=self.silent_s,

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.diagnosis.window_stats import queueing
 from scheduler.records import RankTable, StepReport, StepTimes
-from scheduler.stats import lower_median
 
 __all__ = ["Arrivals", "History", "Losses", "Pauses", "Scale"]
 
@@ -118,9 +118,8 @@ class History:
     ) -> RankTable:
         """Return the reports as the ranks of a window; later reports do not change it.
 
-        If most ranks wait for a processor, there are fewer cores than ranks or other programs use them: a rank without
-        a core for a moment is not slow, and no mode would help. Those waits are then subtracted. If a single rank
-        waits, it is starved, and its waits are kept. A rank's time is at least that in which it can load a batch.
+        Waits for a processor are subtracted if most ranks have them (`scheduler.diagnosis.window_stats.queueing`). A
+        rank's time is at least that in which it can load a batch.
 
         Args:
             oversubscribed_share: Median share of waits for a processor above which they are subtracted.
@@ -131,8 +130,8 @@ class History:
             scale: Returns, for every rank and step, the time of a usual batch over the time of the actual batch, for
                 computing and for loading.
         """
-        queueing = _share(self._values[:, _RUNQUEUE].sum(axis=1), self._values[:, _COMPUTE].sum(axis=1))
-        self._without_waits = lower_median(queueing) > oversubscribed_share
+        runqueue_s, total_s = self._values[:, _RUNQUEUE].sum(axis=1), self._values[:, _COMPUTE].sum(axis=1)
+        queued, self._without_waits = queueing(runqueue_s, total_s, oversubscribed_share)
         queued_s = self._values[:, _RUNQUEUE] if self._without_waits else np.zeros(1)
         compute_s, input_s = self._of_usual_batches(self._values[:, _COMPUTE] - queued_s, scale)
         waiting = _share(input_s.sum(axis=1), (compute_s + queued_s).sum(axis=1))
@@ -141,7 +140,7 @@ class History:
             steps=self._steps.copy(),
             counts=self._counts.copy(),
             input_share=waiting,
-            starved_share=np.maximum(queueing, starved_share),
+            starved_share=np.maximum(queued, starved_share),
             late_share=self._values[:, _LATE].sum(axis=1) / np.maximum(self._counts, 1),
             link_bytes_per_s=np.array(link_bytes_per_s, dtype=np.float64),
             silent_s=np.array(silent_s, dtype=np.float64),
