@@ -25,8 +25,11 @@ export PYTHON VENV TORCH_SPEC TORCH_INDEX_URL EXTRAS
 
 BIN := $(VENV)/bin
 comma := ,
-# The name holds what the environment was made of: another torch, another stamp.
-STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(TORCH_SPEC)-$(EXTRAS)))
+blank := $(subst x,,x x)
+# The name holds what the environment was made of: another torch, another stamp. The signs of versions, which the shell
+# would take for redirections and the like, become words, so that two specifications do not share a name.
+torch_name = $(subst <,lt,$(subst >,gt,$(subst !,not,$(subst ~,like,$(subst $(blank),_,$(TORCH_SPEC))))))
+STAMP := $(VENV)/.setup-$(subst $(comma),-,$(subst =,-,$(torch_name)-$(EXTRAS)))
 SETUP_INPUTS := pyproject.toml $(wildcard patches/*.patch) scripts/setup.sh \
 	scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py scripts/lock.py requirements.lock
 
@@ -50,7 +53,7 @@ setup: $(STAMP)
 
 $(STAMP): $(SETUP_INPUTS)
 	@bash scripts/setup.sh
-	@touch $@
+	@touch '$@'
 
 lock: setup
 	$(BIN)/python scripts/lock.py write "$(TORCH_SPEC)"
