@@ -16,6 +16,8 @@ __all__ = ["Subcommand", "run_command"]
 Subcommand = tuple[str, str, str]
 """Name, module, help."""
 
+_INSTALL = "pip install 'star-hvd[train]'"
+
 
 def run_command(
     program: str, description: str, subcommands: Sequence[Subcommand], arguments: Sequence[str] | None
@@ -46,6 +48,11 @@ def run_command(
     except (ValueError, OSError) as error:
         # Errors that the user can fix are of these types; the text says what to do.
         sys.stderr.write(f"{program} {options.command}: error: {' '.join(str(error).split())}\n")
+        return 2
+    except ImportError as error:  # Of an optional package; subcommands import these late.
+        text = " ".join(str(error).split())
+        advice = "" if "pip install" in text else f"; the optional packages are installed with: {_INSTALL}"
+        sys.stderr.write(f"{program} {options.command}: error: {text}{advice}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write(f"{program} {options.command}: stopped\n")

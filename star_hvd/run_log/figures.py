@@ -163,7 +163,7 @@ def svg_of(draw: Callable[[Any], None], height_in: float) -> str:
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError(f"the page of a run needs matplotlib: {error}; pip install matplotlib") from error
+        raise ImportError(f"the page of a run needs matplotlib: {error}; pip install 'star-hvd[train]'") from error
     figure = Figure(figsize=(_WIDTH_IN, height_in))
     figure.subplots_adjust(
         left=_LEFT_IN / _WIDTH_IN, right=1.0 - _RIGHT_IN / _WIDTH_IN, bottom=0.5 / height_in, top=1.0 - 0.1 / height_in
