@@ -56,7 +56,7 @@ COPY scripts/build_horovod.py scripts/gpu_build.py scripts/unified_diff.py /opt/
 # Whatever torch it is, this image is for machines without GPUs and has no CUDA toolkit.
 RUN STAR_CPU_ONLY=1 python /opt/star/scripts/build_horovod.py && rm -rf "$STAR_CACHE_DIR"
 RUN /opt/star/docker/check_build.sh PyTorch Gloo
-COPY pyproject.toml /opt/star/
+COPY pyproject.toml star_hvd_command.py /opt/star/
 COPY scheduler /opt/star/scheduler
 COPY star_hvd /opt/star/star_hvd
 RUN pip install -q --no-build-isolation "/opt/star[$EXTRAS]"
@@ -105,7 +105,7 @@ RUN ldconfig /usr/local/cuda/lib64/stubs \
     && HOROVOD_GPU_OPERATIONS=NCCL STAR_CACHE_DIR=/tmp/star-cache python /opt/star/scripts/build_horovod.py \
     && /opt/star/docker/check_build.sh PyTorch Gloo NCCL \
     && ldconfig && rm -rf /tmp/star-cache
-COPY pyproject.toml /opt/star/
+COPY pyproject.toml star_hvd_command.py /opt/star/
 COPY scheduler /opt/star/scheduler
 COPY star_hvd /opt/star/star_hvd
 RUN pip install -q --no-build-isolation "/opt/star[$EXTRAS]" && python -c "import scheduler"

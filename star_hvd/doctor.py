@@ -104,9 +104,7 @@ def build_problems(horovod: dict[str, Any], now: dict[str, str | None]) -> list[
             has them).
         now: See `torch_facts`.
     """
-    build, problems = horovod["build"], []
-    if build.get("torch") and now["torch"] and build["torch"] != now["torch"]:
-        problems.append(f"Horovod was built for torch {build['torch']}, but torch {now['torch']} is here; {_BUILD}")
+    build, problems = horovod["build"], _other_torch(horovod["build"], now)
     if now["cuda"] and not horovod["cuda"]:
         problems.append(
             f"torch is built for CUDA {now['cuda']}, but Horovod without CUDA, so that GPU tensors cannot be reduced; "
@@ -127,6 +125,12 @@ def build_problems(horovod: dict[str, Any], now: dict[str, str | None]) -> list[
     return problems
 
 
+def _other_torch(build: dict[str, Any], now: dict[str, str | None]) -> list[str]:
+    if build.get("torch") and now["torch"] and build["torch"] != now["torch"]:
+        return [f"Horovod was built for torch {build['torch']}, but torch {now['torch']} is here; {_BUILD}"]
+    return []
+
+
 def _major(version: str) -> str:
     return version.partition(".")[0]
 
@@ -134,7 +138,9 @@ def _major(version: str) -> str:
 def problems(horovod: dict[str, Any], limits: dict[str, dict[str, str]]) -> list[str]:
     """Return the problems that prevent or limit a mode, as sentences that say what to do."""
     if horovod["error"]:
-        return [f"Horovod cannot be used ({horovod['error']}); {_BUILD}"]
+        # A library that cannot be loaded does not say what it has; the record of its build may say why.
+        unusable = f"Horovod cannot be used ({horovod['error']}); {_BUILD}"
+        return [unusable, *_other_torch(horovod["build"], torch_facts())]
     problems = build_problems(horovod, torch_facts())
     if not horovod["gloo"]:
         problems.append(f"Horovod was built without Gloo, which its control messages need here; {_BUILD}")
@@ -216,9 +222,12 @@ def _gpus() -> str:
 def _channel() -> str:
     """Describe the interface and address of this host for the other ranks."""
     from star_hvd import env
-    from star_hvd.channel.keys import own_address
 
     chosen = env.interface() or "the one of the host name"
+    try:
+        from star_hvd.channel.keys import own_address
+    except ImportError as error:  # Errors of a job are Horovod's, too.
+        return f"interface {chosen}, address not known without Horovod: {error}"
     try:
         return f"interface {chosen}, address {own_address(single_host=False)}"
     except (OSError, RuntimeError) as error:

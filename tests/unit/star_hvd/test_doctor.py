@@ -98,7 +98,8 @@ def test_the_table_names_patches_modes_and_problems(
 
 
 def test_a_broken_horovod_is_a_problem_and_not_a_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = {"patches": [], "gloo": False, "nccl": False, "mpi": False, "error": "ImportError: undefined symbol"}
+    facts = {"patches": [], "build": {}, "gloo": False, "nccl": False, "mpi": False}
+    facts |= {"error": "ImportError: undefined symbol"}
     (problem,) = doctor.problems(facts, patches.mode_limits(frozenset()))
     assert "undefined symbol" in problem and "build_horovod.py" in problem
 
