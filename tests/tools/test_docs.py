@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 import tokenize
 from functools import cache
@@ -230,3 +231,27 @@ def test_a_message_that_changes_makes_the_page_out_of_date(tmp_path: Path) -> No
     messages = tmp_path / protocol_tables.MESSAGES / "base.py"
     messages.write_text(messages.read_text(encoding="utf-8").replace("optimizer_id: int", "number: int", 1))
     assert protocol_tables.main(["--check"], tmp_path) == 1
+
+
+def test_the_format_of_run_logs_is_described() -> None:
+    page = (ROOT / "training_logs" / "README.md").read_text("utf-8")
+    log, convert = ((ROOT / "star_hvd" / "run_log" / name).read_text("utf-8") for name in ("log.py", "convert.py"))
+    kinds = set(re.findall(r'"kind": "(\w+)"|_job_event\("(\w+)"', log))
+    named = {one or other for one, other in kinds}
+    assert {"step", "plan", "outcome", "timeline"} <= named
+    missing = [kind for kind in sorted(named) if f"| `{kind}` |" not in page]
+    of_segments = re.search(r"def summary.*?return {name", convert, re.DOTALL)
+    assert of_segments is not None
+    names = re.findall(r'^ +"(\w+)": ', of_segments[0], re.MULTILINE)
+    recorded = json.loads((ROOT / "tests" / "golden" / "public_surface.json").read_text("utf-8"))
+    names += [*recorded["mlflow"]["segment"], *recorded["run_log"]["outcome"], "reduced_part", "pushed_part"]
+    assert "measured_speed" in names
+    assert missing + [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_the_environment_variables_of_users_are_described() -> None:
+    paths = [*ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), ROOT / "README.md"]
+    pages = "".join(path.read_text("utf-8") for path in paths)
+    names = set(re.findall(r"STAR_[A-Z_]+", (ROOT / "star_hvd" / "env.py").read_text("utf-8")))
+    assert "STAR_OVERLAP" in names
+    assert [name for name in sorted(names) if name not in pages] == []
