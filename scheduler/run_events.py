@@ -144,7 +144,8 @@ def _window(event: Mapping[str, Any]) -> bool:
     if not all(isinstance(item, dict) and _is_rank(item.get("rank")) for item in slow or []):
         return False
     timed = event.get("time_s") is not None and event.get("step") is not None
-    return timed and _numbers_at(event, "loss", "noise_scale", "comm_s", "reduced_part", "pushed_part")
+    parts = ("reduced_part", "pushed_part", "fixed_part")
+    return timed and _numbers_at(event, "loss", "noise_scale", "comm_s", *parts)
 
 
 def _outcome(event: Mapping[str, Any]) -> bool:

@@ -24,6 +24,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from scheduler.balance.usual_batches import UsualBatches
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
 from scheduler.redact import redacted
@@ -47,10 +48,11 @@ class LoggedTimes:
     """Input of a replay, from a run's folder.
 
     Attributes:
-        compute_s: Compute times, shape (n_steps, n_ranks).
+        compute_s: Compute times of usual batches, shape (n_steps, n_ranks).
         wait_s: Waits, same shape, NaN where unknown.
         comm_bytes: Gradient bytes, 0 if unknown.
         parts: Fractions of them that a reduction and a push send, below 1 with compression; the last ones logged.
+        fixed_part: Fraction of a rank's time that does not depend on its batch size, NaN if unknown.
         link_bytes_per_s: Link rate of every rank, empty if unknown.
         noise: Noise scale in gradients of one rank, NaN if unknown.
         in_force: The active plans, None if not logged.
@@ -61,6 +63,7 @@ class LoggedTimes:
     wait_s: Any
     comm_bytes: float = 0.0
     parts: tuple[float, float] = (1.0, 1.0)
+    fixed_part: float = math.nan
     link_bytes_per_s: tuple[float, ...] = ()
     noise: float = math.nan
     in_force: InForce | None = None
@@ -127,14 +130,17 @@ def read_run(folder: Path) -> LoggedTimes:
     Raises:
         ValueError: It has no step reports of all ranks.
     """
-    reports = read_reports(sorted(folder.glob("rank*.jsonl")))
+    events, usual = list(read_run_file(folder / "events.jsonl")), UsualBatches()
+    for event in events:
+        usual.take(event)
+    reports = read_reports(sorted(folder.glob("rank*.jsonl")), usual)
     n = reports.compute_s.shape[1]
     facts: dict[str, Any] = {}
     plans: list[tuple[int, Plan]] = []
     noise: list[float] = []
     rates: list[float] = []
     parts = (1.0, 1.0)
-    for event in read_run_file(folder / "events.jsonl"):
+    for event in events:
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
             facts.update(event["values"])
@@ -154,6 +160,7 @@ def read_run(folder: Path) -> LoggedTimes:
         wait_s=reports.wait_s,
         comm_bytes=size[0] if size else 0.0,
         parts=parts,
+        fixed_part=usual.fixed_part,
         link_bytes_per_s=tuple(rates),
         noise=statistics.median(noise) if noise else math.nan,
         in_force=_in_force(reports, plans) if plans else None,
@@ -316,6 +323,7 @@ def run(args: argparse.Namespace) -> int:
             comm_bytes=logged.comm_bytes,
             reduced_part=logged.parts[0],
             pushed_part=logged.parts[1],
+            fixed_part=logged.fixed_part,
             link_bytes_per_s=logged.link_bytes_per_s or None,
             noise=logged.noise,
             in_force=logged.in_force,

@@ -1,20 +1,21 @@
 """Step reports of a logged run, as rows for a replay.
 
-Input: files with one JSON object per line, with `rank`, `step`, `compute_s` and optionally `wait_s`, `late` and
-`time_s`. Lines whose `kind` is not `step` are skipped.
+Input: files with one JSON object per line, with `rank`, `step`, `compute_s` and optionally `wait_s`, `late`, `samples`
+and `time_s`. Lines whose `kind` is not `step` are skipped.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.balance.usual_batches import UsualBatches
 from scheduler.run_events import MAX_RANKS, read_run_file
 
 __all__ = ["Reports", "read_reports"]
@@ -29,7 +30,8 @@ class Reports:
     Attributes:
         steps: Global step of every row, ascending; with gaps, as servers make updates that no rank reports.
         own_steps: Most reports of one rank for the row's step; above 1 between two averagings of `local`.
-        compute_s: Shape (n_rows, n_ranks): mean of a rank's reports, or its previous value if it made none (late).
+        compute_s: Shape (n_rows, n_ranks): mean of a rank's reports, or its previous value if it made none (late);
+            under batch shares of a batch of the usual size.
         wait_s: Same shape; NaN if unknown, and for late gradients, which do not wait.
         seconds: From the start of the first step to the end of the last one; NaN if unknown.
     """
@@ -49,26 +51,39 @@ class _Report:
     wait_s: float
     late: bool
     time_s: float
+    samples: Any
 
 
-def read_reports(paths: Iterable[Path]) -> Reports:
+def read_reports(paths: Iterable[Path], usual: UsualBatches | None = None) -> Reports:
     """Read JSONL files, one or all ranks per file; steps before every rank has reported once are skipped.
+
+    Args:
+        paths: The files.
+        usual: Converts compute times to those of usual batches; None to leave them as they are.
 
     Raises:
         ValueError: No reports, a malformed one, or a rank without reports.
     """
     by_step: dict[int, dict[int, list[_Report]]] = {}
-    ranks: set[int] = set()
+    by_rank: dict[int, list[_Report]] = {}
     begin_s, end_s = math.inf, -math.inf
     for report in _reports(paths):
-        by_step.setdefault(report.step, {}).setdefault(report.rank, []).append(report)
-        ranks.add(report.rank)
+        by_rank.setdefault(report.rank, []).append(report)
         if math.isfinite(report.time_s):
             spent_s = report.compute_s + (report.wait_s if math.isfinite(report.wait_s) else 0.0)
             begin_s, end_s = min(begin_s, report.time_s - spent_s), max(end_s, report.time_s)
-    if not by_step:
+    if not by_rank:
         raise ValueError("no step reports found; expected lines with rank, step and compute_s")
-    return _rows(by_step, ranks, end_s - begin_s if end_s > begin_s else math.nan)
+    for rank, own in by_rank.items():
+        for report in own if usual is None else _usual(own, usual):
+            by_step.setdefault(report.step, {}).setdefault(rank, []).append(report)
+    return _rows(by_step, set(by_rank), end_s - begin_s if end_s > begin_s else math.nan)
+
+
+def _usual(own: list[_Report], usual: UsualBatches) -> list[_Report]:
+    """One rank's reports with the times of usual batches."""
+    times_s = usual.usual_s([r.step for r in own], [r.compute_s for r in own], [r.samples for r in own])
+    return [replace(report, compute_s=time_s) for report, time_s in zip(own, times_s, strict=True)]
 
 
 def _rows(by_step: dict[int, dict[int, list[_Report]]], ranks: set[int], seconds: float) -> Reports:
@@ -118,7 +133,7 @@ def _report(path: Path, item: dict[str, Any]) -> _Report | None:
         return None
     return _Report(
         rank=rank, step=step, compute_s=float(compute_s), wait_s=_number(item.get("wait_s")),
-        late=item.get("late") is True, time_s=_number(item.get("time_s")),
+        late=item.get("late") is True, time_s=_number(item.get("time_s")), samples=item.get("samples"),
     )
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.balance.share_policy import FIXED
 from scheduler.cost.conditions import NOISE, Conditions
 from scheduler.cost.cost_model import rank, ring_s
 from scheduler.cost.priors import prior_of
@@ -137,6 +138,7 @@ def what_if(
     comm_bytes: float = 0.0,
     reduced_part: float = 1.0,
     pushed_part: float = 1.0,
+    fixed_part: float = math.nan,
     link_bytes_per_s: Sequence[float] | None = None,
     noise: float = math.nan,
     modes: Sequence[str] = (),
@@ -145,11 +147,12 @@ def what_if(
     """Replay logged times in every mode.
 
     Args:
-        compute_s: Compute times, shape (n_steps, n_ranks).
+        compute_s: Compute times of batches of the usual size, shape (n_steps, n_ranks).
         wait_s: Waits, same shape, NaN if unknown; the shortest of a step is its communication.
         comm_bytes: Gradient bytes; 0 to take communication from the waits alone.
         reduced_part: Fraction of them that a reduction sends, below 1 with compression.
         pushed_part: The same for a push to a server or another rank.
+        fixed_part: Fraction of a compute time that does not depend on the batch size, NaN if unknown.
         link_bytes_per_s: Bandwidth of every rank, if known.
         noise: Noise scale phi in gradients of one rank, NaN if unknown.
         modes: Names of modes, as users give them; if empty a few usual ones, with variants behind compute if links are
@@ -168,6 +171,7 @@ def what_if(
         times_s=times, rate=rates, comm_bytes=comm_bytes if np.isfinite(rates).all() else 0.0, starved=np.zeros(n),
         price=StalenessPrice(prior_of(comm_bytes)), noise=noise if math.isfinite(noise) else NOISE,
         reduced_part=reduced_part, pushed_part=pushed_part,
+        fixed_part=fixed_part if math.isfinite(fixed_part) else FIXED,
     )
     known = in_force or InForce(plans=(Plan.sync(n),), which=np.zeros(steps, dtype=np.int64), updates=np.ones(steps))
     in_sync = np.array([plan.mode == "sync" for plan in known.plans])[known.which]

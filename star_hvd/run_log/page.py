@@ -83,6 +83,7 @@ def write_page(directory: Path, out: Path) -> Path:
         ranks_svg(story),
         "<p class=q>Colour: compute time over that of the median rank. Bars: when a rank was a straggler, and why.</p>",
         rank_table(story),
+        *_uneven(story),
         *_steps(story),
         "<h2>Loss and accuracy</h2>",
         curves_svg(story) if story.curves else "<p class=q>No curve was logged: call hvd.record_loss(loss).</p>",
@@ -94,6 +95,14 @@ def write_page(directory: Path, out: Path) -> Path:
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(story.name)}</title>"
     out.write_text(f"{head}<style>{_STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n", encoding="utf-8")
     return out
+
+
+def _uneven(story: RunStory) -> list[str]:
+    """Return what compute times mean if ranks had batches of different sizes; else nothing."""
+    plans = [segment.plan.get("plan") or {} for segment in story.state.segments]
+    if not any(plan.get("balanced") or plan.get("batch_shares") for plan in plans):
+        return []
+    return ["<p class=q>Under batch shares compute times are those of batches of the usual size.</p>"]
 
 
 def _steps(story: RunStory) -> list[str]:

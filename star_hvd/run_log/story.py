@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scheduler.balance.usual_batches import UsualBatches
 from star_hvd.run_log import layout
 from star_hvd.run_log.convert import RunState
 from star_hvd.run_log.spool import read_events
@@ -28,8 +29,8 @@ class RunStory:
         windows: Window events, thinned evenly if there are thousands.
         curves: Name to (time_s, step, value) points, thinned likewise.
         steps: Per rank, the number of step reports, their median compute and wait time in seconds, and the part that
-            was late.
-        pace: Per rank, its compute time in seconds in each of `BINS` equal parts of the run, NaN if unknown.
+            was late. Compute times are those of batches of the usual size.
+        pace: Per rank, its compute time in seconds, likewise, in each of `BINS` equal parts of the run, NaN if unknown.
         samples: Rank and event of every sampled step's timeline, rank by rank.
         recorded: Smallest and largest value of every curve of `hvd.record_metric`.
     """
@@ -58,9 +59,10 @@ def read_story(directory: Path) -> RunStory:
         ValueError: The folder contains no run, a damaged one, or one of another version.
     """
     about = layout.read_about(directory)
-    story = RunStory(about["name"], about["world_size"])
+    story, usual = RunStory(about["name"], about["world_size"]), UsualBatches()
     for _, event in read_events(directory / layout.EVENTS):
         story.state.take(event)
+        usual.take(event)
         if event.get("kind") == "window":
             story.windows.append(event)
             value = event.get("loss")
@@ -75,7 +77,7 @@ def read_story(directory: Path) -> RunStory:
     story.windows = _thinned(story.windows)
     story.curves = {name: _thinned(points) for name, points in story.curves.items()}
     for rank in range(story.world_size):
-        reports, samples = _of_rank(directory / f"rank{rank}.jsonl")
+        reports, samples = _of_rank(directory / f"rank{rank}.jsonl", usual)
         story.samples += [(rank, event) for event in samples]
         if reports:
             story.steps[rank] = _summary_of(reports)
@@ -84,13 +86,22 @@ def read_story(directory: Path) -> RunStory:
     return story
 
 
-def _of_rank(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a rank's reports and the timelines of its sampled steps; none if its file is on another host."""
+def _of_rank(path: Path, usual: UsualBatches) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return a rank's reports, with times of usual batches, and the timelines of its sampled steps.
+
+    There are none if its file is on another host.
+    """
     found: dict[str, list[dict[str, Any]]] = {"step": [], "timeline": []}
     for _, event in read_events(path) if path.exists() else ():
         if (same := found.get(str(event.get("kind")))) is not None:
             same.append(event)
-    return found["step"], found["timeline"]
+    reports = found["step"]
+    steps, times_s, samples = (
+        [report.get(name) or 0 for report in reports] for name in ("step", "compute_s", "samples")
+    )
+    for report, compute_s in zip(reports, usual.usual_s(steps, times_s, samples), strict=True):
+        report["compute_s"] = compute_s
+    return reports, found["timeline"]
 
 
 def slow_points(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[float, float]]:

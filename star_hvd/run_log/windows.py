@@ -55,6 +55,7 @@ def window_values(
         "noise_scale": window.noise_scale,
         "reduced_part": window.reduced_part,
         "pushed_part": window.pushed_part,
+        "fixed_part": window.fixed_part,
         **{name: float(value) for name, value in numbers.items()},
         "ranks": per_rank,
         "stragglers": found,

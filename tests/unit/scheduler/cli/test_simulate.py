@@ -306,3 +306,38 @@ def test_bad_times() -> None:
 def test_a_folder_is_a_run(tmp_path: Path) -> None:
     folder = logged(tmp_path / "run")
     assert find_run(str(folder), tmp_path) == folder
+
+
+def shared(folder: Path, plan: Plan, shares: tuple[int, ...], *, fixed_part: float, steps: int = 64) -> Path:
+    """A run with batch shares; usual batches of 16 would take 50 ms, on rank 2 four times as long."""
+    folder.mkdir(parents=True)
+    usual_s = np.array([0.05, 0.05, 0.2, 0.05])
+    times_s = usual_s * (fixed_part + (1.0 - fixed_part) * np.array(shares) / 16)
+    for rank in range(4):
+        lines = [
+            {"kind": "step", "time_s": (k + 1) * (times_s.max() + 0.01), "rank": rank, "step": k, "late": False,
+             "samples": shares[rank], "compute_s": times_s[rank], "wait_s": times_s.max() + 0.01 - times_s[rank]}
+            for k in range(steps)
+        ]  # fmt: skip
+        (folder / f"rank{rank}.jsonl").write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+    events = [
+        {"kind": "facts", "time_s": 0.0, "values": {"world_size": 4, "batch": 16}},
+        {"kind": "plan", "time_s": 0.0, "step": 0, "label": plan.label, "plan": plan.to_dict()},
+        {"kind": "window", "time_s": 1.0, "step": 10, "fixed_part": fixed_part or None},
+    ]
+    (folder / "events.jsonl").write_text("\n".join(json.dumps(event) for event in events) + "\n")
+    return folder
+
+
+@pytest.mark.parametrize("fixed_part", [0.0, 0.2])
+@pytest.mark.parametrize("fixed", [False, True])
+def test_batch_shares_do_not_hide_which_rank_is_slow(tmp_path: Path, fixed: bool, fixed_part: float) -> None:
+    shares = (20, 20, 4, 20)
+    plan = Plan.sync(4, batch_shares=shares, balanced=not fixed)
+    times = read_run(shared(tmp_path / "run", plan, shares, fixed_part=fixed_part))
+    assert times.compute_s == pytest.approx(np.tile([0.05, 0.05, 0.2, 0.05], (64, 1)))
+    found = what_if(times.compute_s, times.wait_s, in_force=times.in_force, fixed_part=times.fixed_part)
+    assert found.sync_s == pytest.approx(64 * 0.21, rel=0.01)
+    assert max(found.ranks, key=lambda one: one.gain).rank == 2
+    # The replay of `sync(balanced)` has the best shares, those of the run are only near them.
+    assert found.replayed_s == pytest.approx(times.seconds, rel=0.2), "shares count once"

@@ -412,6 +412,7 @@ def test_a_window_refuses_readings_of_another_size() -> None:
     with pytest.raises(ValueError, match="wait_s has 3 numbers; expected 2"):
         ranks = tuple(RankStats(rank=r, compute_s=(), steps=()) for r in (0, 1))
         window_values(Window(step=0, ranks=ranks), mode="sync", ranks={"wait_s": [1.0, 2.0, 3.0]})
+    assert window_values(Window(step=0, ranks=ranks, fixed_part=0.2), mode="sync")["fixed_part"] == 0.2
 
 
 def test_segments_and_target() -> None:
@@ -519,6 +520,22 @@ def test_the_page_tells_the_story(tmp_path: Path) -> None:
     assert sum(bool(w["stragglers"]) for w in story.windows) == 14
     assert sentence(story.state.segments[1].plan).endswith("partial(1), because rank 1 <computes> 4x slower")
     assert "<td>0.25 (0.20 to 0.31)</td><td>0.99</td>" in text, "what the decision rested on"
+
+
+def test_the_page_shows_times_of_usual_batches_under_batch_shares(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    log, other = _log(tmp_path, clock=_seconds()), _log(tmp_path, rank=1, clock=_seconds())
+    log.facts({"batch": 16})
+    log.plan(0, Plan.sync(2, balanced=True, batch_shares=(24, 8)), None)
+    for step in range(9):
+        for rank, one, samples in ((0, log, 24), (1, other, 8)):
+            one.step(StepReport(rank=rank, step=step, times=StepTimes(0.03), samples=samples))
+    other.close("FINISHED", 5.0)
+    log.close("FINISHED", 5.0)
+    story = read_story(log.directory)
+    assert [story.steps[rank][1] for rank in (0, 1)] == pytest.approx([0.02, 0.06]), "rank 1 is three times slower"
+    assert {round(value, 9) for value in story.pace[1] if value > 0.0} == {0.06}
+    assert "those of batches of the usual size" in write_page(log.directory, tmp_path / "page.html").read_text()
 
 
 def test_log_and_page_say_how_a_plan_transmits(tmp_path: Path) -> None:
