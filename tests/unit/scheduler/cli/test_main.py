@@ -431,6 +431,27 @@ def test_a_mode_that_was_asked_for_is_the_runs_though_all_begin_in_sync(tmp_path
     assert set(frame["network"]) == {"real-9"}
 
 
+def test_changes_of_batch_shares_are_no_changes_of_the_mode(tmp_path: Path) -> None:
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    logged(tmp_path, "b", Plan.sync(4), reached_s=5.0)
+    shares = [(), (9, 5, 9, 9), (10, 3, 10, 9)]
+    plans = [Plan.sync(4, balanced=True, batch_shares=own, plan_id=1, reason=f"{own}") for own in shares]
+    taken = [
+        json.dumps({"kind": "plan", "time_s": 1.5, "step": step, "plan": plan.to_dict()})
+        for step, plan in zip((3, 20, 40), plans, strict=True)
+    ]
+    path = tmp_path / "b" / "events.jsonl"
+    lines = path.read_text().split("\n")
+    path.write_text("\n".join([*lines[:2], *taken, *lines[2:]]))
+    told: list[str] = []
+    frame = dataset.frame_of(real_rows(tmp_path, "1", report=told.append))
+    assert told == ["2 of 2 runs used"]
+    assert frame.groupby("plan")["log_relative"].first()["sync(balanced)"] == pytest.approx(math.log(0.5))
+    logged(tmp_path, "c", Plan.sync(4, batch_shares=(9, 5, 9, 9)), reached_s=5.0)
+    fixed = read_run(tmp_path / "c")
+    assert fixed is not None and fixed.plans[0].batch_shares == (9, 5, 9, 9)
+
+
 def test_windows_never_look_ahead(tmp_path: Path) -> None:
     logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
     run = read_run(tmp_path / "a")
