@@ -39,8 +39,8 @@ _FIELDS = (
     "interval_count",
     "no_overlap",
 )
-_CHECKSUM = 6  # Three 8-bit pieces and their squares: exact in float32 up to 257 ranks.
-_FIXED = len(_FIELDS) + _CHECKSUM
+_PIECES, _PIECE_BITS = 4, 6  # Of a checksum: sums of the pieces and their squares are exact in float32 to 4227 ranks.
+_FIXED = len(_FIELDS) + 2 * _PIECES
 _SLOT = {name: i for i, name in enumerate(_FIELDS)}
 
 
@@ -161,9 +161,9 @@ class HeaderCodec:
         out[_SLOT["no_overlap"]] = item.no_overlap
         if item.checksum is not None:
             out[_SLOT["sum_count"]] = 1.0
-            for i in range(3):
-                piece = float((item.checksum >> (8 * i)) & 0xFF)
-                out[len(_FIELDS) + i], out[len(_FIELDS) + 3 + i] = piece, piece * piece
+            for i in range(_PIECES):
+                piece = float((item.checksum >> (_PIECE_BITS * i)) & ((1 << _PIECE_BITS) - 1))
+                out[len(_FIELDS) + i], out[len(_FIELDS) + _PIECES + i] = piece, piece * piece
         if item.hyper is not None:
             out[_SLOT["leader"]] = 1.0
             out[_FIXED : self._ranks_at] = _to_pieces(item.hyper)
@@ -201,8 +201,8 @@ def _same(sums: npt.NDArray[np.float32], count: int) -> bool | None:
     """Whether all `count` contributed checksums are equal (zero variance in every piece), None if there are none."""
     if count < 1:
         return None
-    pieces = sums[len(_FIELDS) : len(_FIELDS) + 3].astype(np.float64)
-    squares = sums[len(_FIELDS) + 3 : _FIXED].astype(np.float64)
+    pieces = sums[len(_FIELDS) : len(_FIELDS) + _PIECES].astype(np.float64)
+    squares = sums[len(_FIELDS) + _PIECES : _FIXED].astype(np.float64)
     return bool(np.all(squares * count == pieces * pieces))
 
 

@@ -60,6 +60,23 @@ def test_checksums(world_size: int, checksum: int, data: st.DataObject) -> None:
     assert reduced(items).checksum_ok is (sum(fresh) == 1)
 
 
+@pytest.mark.parametrize("checksum", [0, 1, 0x7FFFFF, 0xABCDEF, 0xFFFFFF, 0xFBFBFB])
+def test_checksums_of_many_ranks(checksum: int) -> None:
+    """Sums in float32, one rank after the other, stay exact, so equal replicas are not reported as different."""
+    for world_size in (258, 512, 4227):
+        codec = HeaderCodec(world_size, 1)
+        part, sums = np.zeros(codec.size, np.float32), np.zeros(codec.size, np.float32)
+        for rank in range(world_size):
+            codec.write(rank, Contribution(fresh=True, own_steps=1, checksum=checksum), part)
+            sums += part
+        assert codec.read(sums).checksum_ok is True, world_size
+        codec.write(0, Contribution(fresh=True, own_steps=1, checksum=checksum ^ 1 << 17), sums)
+        for rank in range(1, world_size):
+            codec.write(rank, Contribution(fresh=True, own_steps=1, checksum=checksum), part)
+            sums += part
+        assert codec.read(sums).checksum_ok is False, world_size
+
+
 def test_no_checksums() -> None:
     assert reduced([Contribution(True, 1)] * 3).checksum_ok is None
 
