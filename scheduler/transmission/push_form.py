@@ -13,6 +13,7 @@ __all__ = ["PushChoice"]
 _LEAST_GAIN = 0.03
 _CLEAR = 1.5  # If the times differ by this factor, one push of each form is enough.
 _PAIRS = 3  # Pushes of each form in a trial if they do not.
+_MOST_REFUSED = 3  # Pushes of a trial that could not have the smaller form, each after encoding it in vain.
 _FIRST_REST, _LONGEST_REST = 64, 4096  # Pushes until the next trial; doubled if a trial changes nothing.
 
 
@@ -32,6 +33,7 @@ class PushChoice:
     _first: bool = True  # The first push opens the connection.
     _rest: int = _FIRST_REST
     _left: int = 0
+    _refused: int = 0
     _whole_s: list[float] = field(default_factory=list)
     _small_s: list[float] = field(default_factory=list)
 
@@ -51,12 +53,13 @@ class PushChoice:
         if not self._trial:
             self._left -= 1
             if self._left <= 0:
-                self._trial, self.small = True, False
+                self._trial, self.small, self._refused = True, False, 0
                 self._whole_s.clear()
                 self._small_s.clear()
             return False
         if small != self.small:
-            return False
+            self._refused += 1
+            return self._refused >= _MOST_REFUSED and self._end(False, "they are: their values do not allow int8")
         (self._small_s if small else self._whole_s).append(time_s)
         self.small = not small
         return len(self._whole_s) == len(self._small_s) and self._decide()
@@ -68,7 +71,11 @@ class PushChoice:
             return False
         chosen = small_s < (1.0 - _LEAST_GAIN) * whole_s
         name = "int8" if chosen else "they are"
-        self.reason = f"{name}: a push took {1e3 * whole_s:.1f} ms, {1e3 * small_s:.1f} ms as int8"
+        return self._end(chosen, f"{name}: a push took {1e3 * whole_s:.1f} ms, {1e3 * small_s:.1f} ms as int8")
+
+    def _end(self, chosen: bool, reason: str) -> bool:
+        """End the trial; returns True, as a decision was made."""
+        self.reason = reason
         self._rest = min(_LONGEST_REST, 2 * self._rest) if chosen == self._chosen else _FIRST_REST
         self.small = self._chosen = chosen
         self._trial, self._left = False, self._rest

@@ -238,7 +238,7 @@ class BucketCodec:
 
         Args:
             flat: The contribution, in host memory or on the bucket's device.
-            small: Whether as int8; returns None if that is impossible or not smaller.
+            small: Whether as int8, or whole if that is smaller; returns None if a value is not finite.
         """
         self._order()
         total = flat[:-1].detach().to("cpu", self._dtype, copy=True)

@@ -18,8 +18,7 @@ import torch
 
 from scheduler.transmission.wire import FORMS, HALF, NONE, WireChoice
 from star_hvd.compression.bucket_codec import BucketCodec
-from star_hvd.compression.int8 import size_bytes
-from star_hvd.compression.pushes import PushCodec
+from star_hvd.compression.pushes import PushCodec, small_size_bytes
 from star_hvd.compression.server_pushes import ServerPushes
 from star_hvd.engine.buckets import Bucket, Wire
 from star_hvd.engine.device import Streams
@@ -149,8 +148,11 @@ class LossyWire(Wire):
 
         Args:
             flats: Gradients times weight, then the weight, per bucket.
-            small: Whether as int8; if that is impossible for any bucket, returns None and changes nothing.
+            small: Whether as int8; if that is impossible for any bucket, or smaller for none, returns None and changes
+                nothing.
         """
+        if small and not self._small_bytes < self._whole_bytes:
+            return None
         with self._lock:
             made = [codec.pack(flat, small=small) for codec, flat in zip(self._codecs, flats, strict=True)]
             whole = [each for each in made if each is not None]
@@ -162,9 +164,15 @@ class LossyWire(Wire):
 
     @property
     def pushed_part(self) -> float:
-        whole = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
-        small = sum(size_bytes(bucket.numel) for bucket in self._buckets)
-        return 1.0 if self.forbidden or not small < whole else small / whole
+        return 1.0 if self.forbidden or not self._whole_bytes else self._small_bytes / self._whole_bytes
+
+    @property
+    def _whole_bytes(self) -> int:
+        return sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in self._buckets)
+
+    @property
+    def _small_bytes(self) -> int:
+        return sum(small_size_bytes(bucket.numel, bucket.flat.dtype) for bucket in self._buckets)
 
     # ---- pushes to servers ----------------------------------------------------------------------------------
 

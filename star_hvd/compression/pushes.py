@@ -3,7 +3,8 @@
 The residual of int8 stays with this rank, in the same memory as the residual of a reduction (`BucketCodec`). It is
 added to the next push, or to the rank's next contribution once it reduces again, and is part of `state_dict()`.
 
-An uncompressed push and one of int8 have different sizes, by which the parent tells them apart.
+An uncompressed push and one of int8 have different sizes, by which the parent tells them apart. Buckets of one or two
+elements are smaller as they are, and are sent like that in both.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from star_hvd.compression import int8
 from star_hvd.engine.buckets import Bucket
 from star_hvd.errors import ChannelError
 
-__all__ = ["PushCodec", "Residuals", "shrunk", "small_bytes", "unpack", "whole_bytes"]
+__all__ = ["PushCodec", "Residuals", "shrunk", "small_bytes", "small_size_bytes", "unpack", "whole_bytes"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -76,19 +77,28 @@ def whole_bytes(total: torch.Tensor, weight: float, dtype: torch.dtype) -> bytes
 
 
 def small_bytes(total: torch.Tensor, weight: float, dtype: torch.dtype) -> tuple[bytes, torch.Tensor] | None:
-    """Return a contribution as int8, and the residual of `total`; None if a value is not finite or int8 not smaller.
+    """Return a contribution as int8, or whole if that is smaller, and the residual of `total`; None if not finite.
 
     The weight is sent in full precision. The residual is relative to the decoded vector in the bucket's dtype, which is
     what the parent gets.
     """
-    if not _smaller(total.numel(), dtype) or (made := _encoded(total, dtype)) is None:
+    if not _smaller(total.numel(), dtype):
+        sent = total.to(dtype)
+        whole = whole_bytes(total, weight, dtype), total - sent
+        return whole if bool(torch.isfinite(sent).all()) else None
+    if (made := _encoded(total, dtype)) is None:
         return None
     payload, sent = made
     return payload + _WEIGHT.pack(weight), total - sent
 
 
+def small_size_bytes(numel: int, dtype: torch.dtype) -> int:
+    """Return the size of a bucket's part of a push of int8."""
+    return min(int8.size_bytes(numel) + _WEIGHT.size, (numel + 1) * dtype.itemsize)
+
+
 def shrunk(part: torch.Tensor, dtype: torch.dtype) -> tuple[bytes, torch.Tensor] | None:
-    """Return some elements as int8, and as the receiver decodes them; None as in `small_bytes`."""
+    """Return some elements as int8, and as the receiver decodes them; None if not finite or int8 is not smaller."""
     return _encoded(part, dtype) if int8.size_bytes(part.numel()) < part.numel() * dtype.itemsize else None
 
 
@@ -107,14 +117,20 @@ def unpack(body: bytes | bytearray, buckets: Sequence[Bucket]) -> list[torch.Ten
     whole = [(bucket.numel + 1) * bucket.flat.element_size() for bucket in buckets]
     if len(body) == sum(whole):
         parts = zip(_cut(body, whole), buckets, strict=True)
-        return [torch.frombuffer(bytearray(part), dtype=bucket.flat.dtype) for part, bucket in parts]
-    small = [int8.size_bytes(bucket.numel) + _WEIGHT.size for bucket in buckets]
+        return [_from_whole(part, bucket) for part, bucket in parts]
+    small = [small_size_bytes(bucket.numel, bucket.flat.dtype) for bucket in buckets]
     if len(body) != sum(small):
         raise ChannelError(f"a late gradient has {len(body)} bytes; expected {sum(whole)}, or {sum(small)} as int8")
     return [_from_small(part, bucket) for part, bucket in zip(_cut(body, small), buckets, strict=True)]
 
 
+def _from_whole(part: bytes | bytearray, bucket: Bucket) -> torch.Tensor:
+    return torch.frombuffer(bytearray(part), dtype=bucket.flat.dtype)
+
+
 def _from_small(part: bytes | bytearray, bucket: Bucket) -> torch.Tensor:
+    if not _smaller(bucket.numel, bucket.flat.dtype):
+        return _from_whole(part, bucket)
     flat = torch.empty(bucket.numel + 1, dtype=bucket.flat.dtype, device="cpu")
     flat[:-1] = int8.decode(part[: -_WEIGHT.size], bucket.numel, bucket.average_dtype)
     flat[-1] = _WEIGHT.unpack(part[-_WEIGHT.size :])[0]
@@ -130,4 +146,5 @@ def _cut(body: bytes | bytearray, sizes: Sequence[int]) -> list[bytes | bytearra
 
 
 def _smaller(numel: int, dtype: torch.dtype) -> bool:
-    return int8.size_bytes(numel) + _WEIGHT.size < (numel + 1) * dtype.itemsize
+    """Whether a bucket is smaller as int8."""
+    return small_size_bytes(numel, dtype) < (numel + 1) * dtype.itemsize

@@ -166,6 +166,25 @@ def test_what_overflows_the_buckets_type_travels_whole() -> None:
 def test_small_buckets_travel_whole() -> None:
     wire, buckets = wire_of((1,))
     assert wire.pack([gradient(buckets[0], 1.0)], small=True) is None
+    assert wire.pushed_part == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_bucket_of_one_element_does_not_keep_the_others_from_int8(dtype: torch.dtype) -> None:
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((), (64, 64))]
+    buckets = pack(params, 4096 * dtype.itemsize)
+    assert [bucket.numel for bucket in buckets] == [4096, 1]
+    wire = LossyWire(buckets)
+    wire.begin(Streams(buckets), 0, 2)
+    flats = [gradient(bucket, 0.75) for bucket in buckets]
+    body = packed(wire, flats, small=True)
+    assert len(body) == round(wire.pushed_part * sum(flat.nbytes for flat in flats))
+    for bucket, flat, came in zip(buckets, flats, unpack(body, buckets), strict=True):
+        left = left_of(wire, bucket)
+        assert bucket.numel > 1 or torch.equal(came[:-1].double() + left, flat[:-1].double())
+        assert torch.allclose(came.double(), flat.double(), atol=0.05) and float(came[-1]) == 0.75
+    flats[1][0] = float("nan")
+    assert wire.pack(flats, small=True) is None
 
 
 def test_what_a_push_left_is_in_the_next_reduction_and_in_the_state() -> None:
@@ -226,6 +245,19 @@ def test_who_forbids_loss_gets_whole_pushes() -> None:
     wire.forbid("they are: a GradScaler decides")
     codec = PushCodec(wire, 3)
     assert not any(pushes(codec, [gradient(buckets[0], 1.0)], 0.4, 0.1, 20))
+
+
+def test_a_trial_ends_where_values_do_not_allow_int8() -> None:
+    choice = PushChoice()
+    encoded = 0
+    for _ in range(400):
+        encoded += choice.small
+        choice.observe(False, 0.1)
+    assert encoded == 9, "three trials, after 64 and 128 pushes, of three refusals each"
+    assert choice.reason == "they are: their values do not allow int8"
+    for _ in range(1000):
+        choice.observe(choice.small, 0.1 if choice.small else 0.4)
+    assert choice.small, "a later trial finds that they do"
 
 
 def test_trials_become_rare_where_they_change_nothing() -> None:
