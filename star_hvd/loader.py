@@ -626,7 +626,7 @@ def weigh(count: float) -> None:
     A gradient is multiplied by its weight, `count / Config.reference_samples`, before it is reduced, and weights are
     added up. With float16 (Horovod's fp16 compressor, or a model of that type) both must stay below 65504: set
     `Config(reference_samples=...)` to a usual `count` of one batch, which makes weights about 1, instead of leaving it
-    at the loader's batch size. It changes no result otherwise.
+    at the loader's batch size. It changes no result otherwise. `Compression.auto` scales both itself.
 
     For a loss that is a sum over the batch (`reduction="sum"`), `hvd.weigh(1)` for every batch makes the gradient of a
     step the mean of the ranks' sums, as in Horovod, also where batches differ in size, as in `sync(balanced)`; without

@@ -63,6 +63,7 @@ class BucketCodec:
         self._matrices = self._layout()
         self._dense = self._between()
         self._sent = NONE
+        self._unit = 1.0
         self._sum: torch.Tensor | None = None  # Sum of the decoded tensor, until the host has checked it.
         self.begin(streams, world_size)
 
@@ -114,15 +115,17 @@ class BucketCodec:
             return _ACROSS if self._across else _DOWN
         return _HALF if form == HALF else ""
 
-    def encode(self, flat: torch.Tensor, form: int, *, given: bool) -> torch.Tensor:
+    def encode(self, flat: torch.Tensor, form: int, *, given: bool, unit: float = 1.0) -> torch.Tensor:
         """Return the tensor to reduce for `flat`.
 
         Args:
             flat: The contribution: gradients times weight, then the weight.
             form: One of `FORMS`.
             given: Whether it contains a gradient; the residual is not sent with zeros.
+            unit: What weights and weighted gradients are divided by in float16: a power of two near a usual weight,
+                equal on all ranks.
         """
-        self._sent = form if form != LOW_RANK or self._matrices else NONE
+        self._sent, self._unit = form if form != LOW_RANK or self._matrices else NONE, unit
         self._order(flat)
         if self._sent == NONE:
             if given and self._residual is not None:
@@ -146,6 +149,8 @@ class BucketCodec:
         self._order(reduced, flat)
         if self._sent == HALF:
             flat.copy_(reduced)
+            if self._unit != 1.0:
+                flat.mul_(self._unit)
         else:
             self._from_factors(reduced, flat)
         self._sum = reduced.sum(dtype=torch.float64)
@@ -178,9 +183,10 @@ class BucketCodec:
 
     def _to_half(self, flat: torch.Tensor) -> torch.Tensor:
         total, reduced = self._total(flat), self._new(flat)
-        reduced[:-1] = torch.where(total.isinf(), total, total.clamp(-self._most, self._most))
-        reduced[-1] = flat[-1]
-        total.sub_(reduced[:-1])
+        scaled = total / self._unit
+        reduced[:-1] = torch.where(scaled.isinf(), scaled, scaled.clamp(-self._most, self._most))
+        reduced[-1] = flat[-1] / self._unit
+        total.sub_(reduced[:-1], alpha=self._unit)
         return reduced
 
     def _to_factors(self, flat: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ __all__ = ["STATE_KEY", "LossyWire"]
 logger = logging.getLogger("star_hvd")
 
 STATE_KEY = "star_compression"
+_MOST_EXPONENT = 64  # Of a unit of weights; float32 has 127.
 
 
 class LossyWire(Wire):
@@ -80,6 +81,7 @@ class LossyWire(Wire):
 
     def restart(self) -> None:
         self._use(NONE)
+        self._unit = 1.0  # In float16, see `BucketCodec.encode`.
         self._arrived_s: float | None = None
         self._ended_s: float | None = None
         self.choice.restart()
@@ -101,7 +103,7 @@ class LossyWire(Wire):
 
     def encode(self, bucket: Bucket, flat: torch.Tensor, *, given: bool) -> torch.Tensor:
         with self._lock:
-            return self._codecs[bucket.index].encode(flat, self.form, given=given)
+            return self._codecs[bucket.index].encode(flat, self.form, given=given, unit=self._unit)
 
     def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:
         with self._lock:
@@ -128,7 +130,7 @@ class LossyWire(Wire):
     def waited(self, wait_s: float) -> None:
         self.computed(wait_s)  # Counts alike: only the last `wait_s` are exposed.
 
-    def ended(self, asked: int) -> None:
+    def ended(self, asked: int, mean_weight: float = 0.0) -> None:
         now_s = self._clock()
         if self._ended_s is not None and self._arrived_s is not None:
             decided = self.choice.observe(self.form, now_s - self._ended_s, now_s - self._arrived_s)
@@ -137,6 +139,9 @@ class LossyWire(Wire):
         self._ended_s, self._arrived_s = now_s, None
         self._ask()
         self._use(asked if 0 <= asked < len(FORMS) else NONE)
+        if 0.0 < mean_weight < math.inf:  # Else no rank gave a gradient, or a weight overflowed.
+            exponent = math.frexp(mean_weight)[1] - 1
+            self._unit = 2.0 ** max(-_MOST_EXPONENT, min(exponent, _MOST_EXPONENT))
 
     # ---- late gradients to another rank ---------------------------------------------------------------------
 

@@ -240,8 +240,11 @@ class Wire:
     def waited(self, wait_s: float) -> None:
         """Since `arrived` the training thread has waited `wait_s` for the reduction, and worked otherwise."""
 
-    def ended(self, asked: int) -> None:
-        """A step of gradients has ended, whose leader requested the encoding `asked` for the next one."""
+    def ended(self, asked: int, mean_weight: float = 0.0) -> None:
+        """A step of gradients has ended, whose leader requested the encoding `asked` for the next one.
+
+        Its fresh gradients had the weight `mean_weight` on average, 0 if there were none.
+        """
 
     def packer(self) -> Any:
         """Return the encoder of late gradients to a parent (`star_hvd.channel.late_push.Packer`), None for none."""

@@ -171,7 +171,7 @@ class StepExchange:
         """Note the reduced header of a step, on which depends how the next ones are sent."""
         self.timing.read(header, complete=complete)
         if step.averaging is None:
-            self._wire.ended(header.wire)
+            self._wire.ended(header.wire, header.weight / max(1, sum(header.fresh)))
 
     def header(self, step: OpenStep) -> Header:
         """Decode the reduced header, which must have been collected."""

@@ -34,9 +34,11 @@ def codecs(count: int, dtype: torch.dtype = torch.float32) -> list[tuple[Bucket,
     return made
 
 
-def step(ranks: list[tuple[Bucket, BucketCodec]], flats: list[torch.Tensor], form: int, given: list[bool]) -> None:
+def step(
+    ranks: list[tuple[Bucket, BucketCodec]], flats: list[torch.Tensor], form: int, given: list[bool], unit: float = 1.0
+) -> None:
     """One reduction; every flat becomes the sum."""
-    sent = [c.encode(flat, form, given=g) for (_, c), flat, g in zip(ranks, flats, given, strict=True)]
+    sent = [c.encode(flat, form, given=g, unit=unit) for (_, c), flat, g in zip(ranks, flats, given, strict=True)]
     assert len({codec.suffix(form) for _, codec in ranks}) == 1
     total = torch.stack([one.to(torch.float64) for one in sent]).sum(0).to(sent[0].dtype)
     for (_, codec), own, flat in zip(ranks, sent, flats, strict=True):
@@ -213,3 +215,23 @@ def test_a_program_that_steps_under_autocast_or_with_another_default_device_lose
         finally:
             torch.set_default_device(None)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("weight", [1e-9, 3e-4, 1.0, 40_000.0, 5e6])
+def test_weights_of_any_size_keep_their_gradients_in_float16(weight: float) -> None:
+    """Weights may count tokens; the unit is near a usual one on all ranks, so that no sum overflows or vanishes."""
+    unit = 2.0 ** math.floor(math.log2(weight))
+    ranks = codecs(4)
+    wanted, got = torch.zeros(ranks[0][0].numel, dtype=torch.float64), torch.zeros(ranks[0][0].numel)
+    for form in (NONE, HALF, HALF, LOW_RANK, HALF, NONE):
+        flats = []
+        for rank, (bucket, _) in enumerate(ranks):
+            flat = bucket.new_flat()
+            flat[-1] = weight * (rank + 1) / 2
+            flat[:-1] = flat[-1] * torch.randn(bucket.numel)
+            wanted += flat[:-1]
+            flats.append(flat)
+        step(ranks, flats, form, 4 * [True], unit)
+        assert float(flats[0][-1]) == pytest.approx(5 * weight, rel=2e-3)
+        got += flats[0][:-1]
+    assert float((got - wanted).abs().max()) < 0.05 * weight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -140,6 +141,18 @@ class ChangingWorld(LossyWorld):
         return engine
 
 
+def test_weights_that_count_tokens_change_no_mean() -> None:
+    worlds = [ChangingWorld(3, steps=12, uneven=False) for _ in range(2)]
+    for world, weight in zip(worlds, (1.0, 65_536.0), strict=True):
+        for engine in world.engines:
+            engine.own.weight = weight
+        world.run()
+        assert wire_of(world.engines[0]).used == {NONE, HALF, LOW_RANK}
+        assert world.ears[0].headers[-1][1].weight == 3 * weight
+    pairs = zip(*[world.engines[0].applier.buckets for world in worlds], strict=True)
+    assert all(torch.equal(a, b) for one, other in pairs for a, b in zip(one.params, other.params, strict=True))
+
+
 def test_ranks_say_how_many_bytes_a_step_sent() -> None:
     world = ChangingWorld(3, steps=12, uneven=False)
     world.run()
@@ -217,6 +230,25 @@ def test_state_loaded_before_the_first_world_is_taken_when_it_begins() -> None:
     assert late.state(indices) is None
     late.begin(Streams(buckets), 0, 2)
     assert late.state(indices) is not None
+
+
+@pytest.mark.parametrize("weight", [1e-9, 1.0, 40_000.0, 5e6])
+def test_float16_is_relative_to_the_mean_weight_of_the_step_before(weight: float) -> None:
+    ranks = [wire(rank) for rank in range(2)]
+    for after in (weight, 0.0, math.inf):  # Of a step without gradients nothing is known.
+        sent = []
+        for made, _, (bucket,) in ranks:
+            made.ended(HALF, after)
+            bucket.flat.fill_(weight)  # Every gradient is 1.
+            sent.append(made.encode(bucket, bucket.flat, given=True))
+        for made, _, (bucket,) in ranks:
+            made.decode(bucket, sent[0] + sent[1], bucket.flat)
+            assert torch.allclose(bucket.flat[:-1] / bucket.flat[-1], torch.ones(1), rtol=1e-2)
+            assert torch.allclose(bucket.flat, torch.full((1,), 2 * weight), rtol=2e-3)
+    ranks[0][0].restart()  # A rank that joins has not read the weights before.
+    ranks[0][0].ended(HALF)
+    bucket = ranks[0][2][0]
+    assert float(ranks[0][0].encode(bucket, bucket.flat.fill_(1.0), given=True)[-1]) == 1.0
 
 
 def test_who_forbids_loss_asks_for_none() -> None:
