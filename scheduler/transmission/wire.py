@@ -24,6 +24,7 @@ _SKIPPED = 2  # First steps with a form that are ignored: allocations, Horovod's
 _BLOCK = 6
 _CYCLES = 3  # Blocks of each form in a trial that stays undecided.
 _FIRST_REST, _LONGEST_REST = 512, 16_384  # Steps until the next trial; doubled if a trial changes nothing.
+_MOST_MISSED = 8  # Steps in a row that this rank did not time, after which it does not ask for a lossy form.
 _MOST_COST = 0.01  # Cost of a trial as a fraction of the steps until the next one.
 
 
@@ -42,6 +43,7 @@ class WireChoice:
     _trial: bool = True  # The first block, without compression, also measures the exposed part.
     _cycle: int = 0
     _steps: int = 0  # Steps with the wanted form.
+    _missed: int = 0
     _rest: int = _FIRST_REST
     _took_s: dict[int, list[float]] = field(default_factory=lambda: {form: [] for form in range(len(FORMS))})
     _exposed: list[float] = field(default_factory=list)
@@ -57,6 +59,7 @@ class WireChoice:
         Returns:
             Whether a decision was made.
         """
+        self._missed = 0
         if form != self.wanted:  # Requested, but not active yet.
             return False
         self._steps += 1
@@ -73,6 +76,19 @@ class WireChoice:
             return False
         return self._end_block()
 
+    def miss(self) -> None:
+        """Record the end of a step that could not be timed, as a helper completed it for this rank.
+
+        A form that nothing is measured of any more is given up: without measurements it would stay, even if it is slow.
+        """
+        self._missed += 1
+        if self._missed < _MOST_MISSED:
+            return
+        self._missed = 0
+        if self.wanted != NONE:
+            self.restart()
+            self.reason = f"{FORMS[NONE]}: this rank comes too late to time steps, so it asks for no other form"
+
     def restart(self) -> None:
         """Start over with other ranks that reduce together: earlier measurements do not apply to them."""
         self.wanted = self._chosen = NONE
@@ -80,7 +96,7 @@ class WireChoice:
         self._begin_trial()
 
     def _begin_trial(self) -> None:
-        self.wanted, self._trial, self._cycle, self._steps = NONE, True, 0, 0
+        self.wanted, self._trial, self._cycle, self._steps, self._missed = NONE, True, 0, 0, 0
         self._exposed.clear()
         for times in self._took_s.values():
             times.clear()

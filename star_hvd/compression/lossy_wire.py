@@ -136,6 +136,8 @@ class LossyWire(Wire):
             decided = self.choice.observe(self.form, now_s - self._ended_s, now_s - self._arrived_s)
             if decided and self._rank == 0:
                 logger.info("gradients travel as %s", self.choice.reason)
+        else:
+            self.choice.miss()
         self._ended_s, self._arrived_s = now_s, None
         self._ask()
         self._use(asked if 0 <= asked < len(FORMS) else NONE)

@@ -55,6 +55,24 @@ def test_where_much_is_saved_later_looks_cost_about_a_percent() -> None:
     assert sum(took_s[form] for form in forms) <= 1.02 * took_s[LOW_RANK] * len(forms)
 
 
+@pytest.mark.parametrize("steps", [10, 18, 26, 100])
+def test_without_measurements_no_form_stays(steps: int) -> None:
+    """The rank that asks has become the slow one, in a trial or after it."""
+    choice = WireChoice()
+    run(choice, steps, lambda form: (1.0, 0.5, 0.1)[form], 0.9)
+    wanted = choice.wanted
+    assert wanted != NONE
+    for _ in range(7):
+        choice.miss()
+    assert choice.wanted == wanted
+    choice.observe(wanted + 1, 0.1, 0.05)  # One that it is on time for, with a form that it does not measure.
+    for _ in range(8):
+        assert choice.wanted == wanted
+        choice.miss()
+    assert choice.wanted == NONE and "too late" in choice.reason
+    assert set(run(choice, 100, lambda form: (1.0, 0.5, 0.1)[form], 0.9)[30:]) == {LOW_RANK}, "it is on time again"
+
+
 def test_a_link_that_recovers_is_noticed() -> None:
     choice = WireChoice()
     run(choice, 100, lambda form: (1.0, 0.5, 0.1)[form], 0.9)

@@ -286,6 +286,17 @@ def test_a_wait_for_a_device_is_none_for_the_reduction() -> None:
     assert len(waits) == 3
 
 
+def test_a_rank_whose_helper_completes_all_steps_asks_for_no_lossy_form() -> None:
+    made, _, _ = wire()
+    made.choice.wanted = LOW_RANK  # Chosen when the rank was on time.
+    for _ in range(7):
+        made.ended(made.wanted)
+    assert made.wanted == LOW_RANK and made.lossy
+    for _ in range(2):
+        made.ended(made.wanted)
+    assert made.wanted == NONE and not made.lossy and "too late" in made.explain()
+
+
 def test_a_push_is_a_quarter_of_the_gradient_where_loss_is_allowed() -> None:
     made, _, _ = wire()
     assert 0.25 < made.pushed_part < 0.26
