@@ -34,10 +34,12 @@ class WireChoice:
 
     Attributes:
         wanted: The form to ask for.
+        lossiest: The last of `FORMS` that is tried, at least HALF.
         reason: The last decision with its measurements, empty before the first.
     """
 
     wanted: int = NONE
+    lossiest: int = LOW_RANK
     reason: str = ""
     _chosen: int = NONE
     _trial: bool = True  # The first block, without compression, also measures the exposed part.
@@ -105,7 +107,7 @@ class WireChoice:
         self._steps = 0
         if self.wanted == NONE and statistics.median(self._exposed) < _LEAST_EXPOSED:
             return self._decide(NONE)
-        if self.wanted < LOW_RANK:
+        if self.wanted < self.lossiest:
             self.wanted += 1
             return False
         self._cycle += 1
@@ -117,7 +119,7 @@ class WireChoice:
 
     def _best(self) -> int:
         best = NONE
-        for form in (HALF, LOW_RANK):
+        for form in range(HALF, self.lossiest + 1):
             saved, error = gain(self._took_s[best], self._took_s[form])
             if saved > _LEAST_GAIN and saved > _Z * error:
                 best = form
@@ -126,7 +128,7 @@ class WireChoice:
     def _hopeless(self) -> bool:
         """Whether no form can be expected to save enough, however long the trial."""
         base = self._took_s[NONE]
-        gains = [gain(base, self._took_s[form]) for form in (HALF, LOW_RANK)]
+        gains = [gain(base, self._took_s[form]) for form in range(HALF, self.lossiest + 1)]
         return all(saved + _Z * error < _LEAST_GAIN for saved, error in gains)
 
     def _decide(self, form: int) -> bool:

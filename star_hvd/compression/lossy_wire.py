@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from scheduler.transmission.wire import FORMS, HALF, NONE, WireChoice
+from scheduler.transmission.wire import FORMS, HALF, LOW_RANK, NONE, WireChoice
 from star_hvd.compression.bucket_codec import BucketCodec
 from star_hvd.compression.pushes import PushCodec, small_size_bytes
 from star_hvd.compression.server_pushes import ServerPushes
@@ -199,8 +199,18 @@ class LossyWire(Wire):
         self.forbidden = reason
         self._ask()
 
+    def compared(self, *, equal: bool) -> None:
+        """Try low rank only if the ranks of this world compute equally.
+
+        Each rank orthonormalizes the same sum itself. Where its columns are dependent, the basis is completed with
+        rounding errors, which differ with the number of threads, so replicas would drift apart by whole components.
+        """
+        self.choice.lossiest = LOW_RANK if equal else HALF
+
     def explain(self) -> str:
         found = f"gradients travel as {self.forbidden or self.choice.reason or 'they are until their steps are timed'}"
+        if self.choice.lossiest < LOW_RANK and not self.forbidden:
+            found += "; low rank is not tried, as ranks differ in processor, number of threads or torch"
         return found if self._to_servers is None else f"{found}; {self._to_servers.explain()}"
 
     def state(self, indices: Mapping[torch.nn.Parameter, int]) -> dict[str, Any] | None:

@@ -82,7 +82,7 @@ def _git_commit(folder: str) -> str:
 def _hardware() -> dict[str, Any]:
     facts: dict[str, Any] = {
         "machine": platform.machine(),
-        "cpu": _cpu_name(),
+        "cpu": cpu_name(),
         "cpus": os.cpu_count() or 0,
         "usable_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 0,
         "memory_bytes": int(psutil.virtual_memory().total),
@@ -96,7 +96,8 @@ def _hardware() -> dict[str, Any]:
     return facts
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """Return the name of the processor's model."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):

@@ -35,7 +35,7 @@ from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.overlap import Overlap, never
 from star_hvd.wrapper.program_writes import ProgramWrites
-from star_hvd.wrapper.same_parameters import same_on_all_ranks
+from star_hvd.wrapper.same_parameters import equal_arithmetic, same_on_all_ranks
 from star_hvd.wrapper.sparse import SparseGradients
 from star_hvd.wrapper.unweighted import unweighted
 
@@ -194,6 +194,8 @@ class BucketCore:
 
     def _attach(self, run: runtime.Runtime) -> StepDriver:
         driver = run.new_driver()
+        if self.wire is not None:
+            self.wire.compared(equal=equal_arithmetic(bucket.flat.device for bucket in self.buckets))
         self._connect(driver)
         initial = Plan.sync(
             run.world_size,

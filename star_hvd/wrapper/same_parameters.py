@@ -1,16 +1,17 @@
-"""Check that all ranks train the same parameters, and bring them into rank 0's order."""
+"""Check that all ranks train the same parameters, bring them into rank 0's order, and compare how ranks compute."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from horovod.torch.functions import allgather_object, broadcast_object
 
 from star_hvd.engine.buckets import memory_format_of
+from star_hvd.run_log.facts import cpu_name
 
-__all__ = ["same_on_all_ranks"]
+__all__ = ["equal_arithmetic", "same_on_all_ranks"]
 
 
 def same_on_all_ranks(
@@ -43,6 +44,21 @@ def same_on_all_ranks(
     first = broadcast_object(mine, root_rank=0, name="star.parameter_order")
     place = {line: i for i, line in enumerate(first)}
     return [param for _, param in sorted(zip(mine, params, strict=True), key=lambda pair: place[pair[0]])]
+
+
+def equal_arithmetic(devices: Iterable[torch.device]) -> bool:
+    """Whether all ranks have equal processors, threads and torch, so that they compute the same bits from equal inputs.
+
+    Collective.
+
+    Args:
+        devices: Devices of this rank's parameters.
+    """
+    names = sorted({torch.cuda.get_device_name(device) for device in devices if device.type == "cuda"})
+    cpu = cpu_name(), torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    own = [torch.__version__, *map(str, cpu), *names]
+    found = allgather_object(own, name="star.arithmetic")
+    return all(other == own for other in found)
 
 
 def _format(param: torch.Tensor) -> str:

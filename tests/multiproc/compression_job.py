@@ -315,6 +315,24 @@ def chosen() -> dict[str, Any]:
     return found
 
 
+def unequal() -> dict[str, Any]:
+    """Ranks have different numbers of threads in the first optimizer, equal ones in the second."""
+    found, lossiest = [], []
+    for threads in (1 + hvd.rank(), 1):
+        torch.set_num_threads(threads)
+        net = wide()
+        own = torch.optim.SGD(net.parameters(), lr=0.02)
+        optimizer = hvd.DistributedOptimizer(own, net.named_parameters(), compression=hvd.Compression.auto, mode="sync")
+        for number in range(5):
+            step(net, optimizer, number)
+        wire = inside(optimizer).core.wire
+        assert wire is not None
+        found.append(wire.explain())
+        lossiest.append(wire.choice.lossiest)
+        optimizer.close()
+    return {"explain": found, "lossiest": lossiest}
+
+
 def main() -> None:
     hvd.init()
     write_result(globals()[sys.argv[1]]())

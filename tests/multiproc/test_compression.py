@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from scheduler.transmission.wire import HALF, LOW_RANK
 from tests.multiproc.compression_job import TOUR
 from tests.support.launch import JOB_LIMIT_S, run_job
 
@@ -77,3 +78,9 @@ def test_the_form_is_chosen_by_what_is_measured() -> None:
     results = _job("chosen", 2)
     assert len({result["digest"] for result in results}) == 1
     assert "reductions are" in results[0]["explain"] or "timed" in results[0]["explain"]
+
+
+def test_low_rank_is_not_tried_where_ranks_have_different_numbers_of_threads() -> None:
+    for result in _job("unequal", 2):
+        assert result["lossiest"] == [HALF, LOW_RANK]
+        assert "number of threads" in result["explain"][0] and "threads" not in result["explain"][1]

@@ -55,6 +55,14 @@ def test_where_much_is_saved_later_looks_cost_about_a_percent() -> None:
     assert sum(took_s[form] for form in forms) <= 1.02 * took_s[LOW_RANK] * len(forms)
 
 
+@pytest.mark.parametrize("half_s, taken", [(0.5, HALF), (1.2, NONE), (1.0, NONE)])
+def test_a_form_that_is_excluded_is_not_tried(half_s: float, taken: int) -> None:
+    choice = WireChoice(lossiest=HALF)
+    forms = run(choice, 2000, lambda form: (1.0, half_s, 0.1)[form], 0.9)
+    assert set(forms) == {NONE, HALF} and forms[60] == forms[-1] == taken
+    assert "low rank" not in choice.reason
+
+
 @pytest.mark.parametrize("steps", [10, 18, 26, 100])
 def test_without_measurements_no_form_stays(steps: int) -> None:
     """The rank that asks has become the slow one, in a trial or after it."""

@@ -297,6 +297,16 @@ def test_a_rank_whose_helper_completes_all_steps_asks_for_no_lossy_form() -> Non
     assert made.wanted == NONE and not made.lossy and "too late" in made.explain()
 
 
+def test_low_rank_is_not_tried_where_ranks_compute_differently() -> None:
+    made, _, buckets = wire()
+    assert made.choice.lossiest == LOW_RANK and "low rank" not in made.explain()
+    made.compared(equal=False)
+    made.begin(Streams(buckets), 0, 2)
+    assert made.choice.lossiest == HALF and "low rank is not tried" in made.explain()
+    made.compared(equal=True)  # Another world of an elastic job.
+    assert made.choice.lossiest == LOW_RANK and "low rank" not in made.explain()
+
+
 def test_a_push_is_a_quarter_of_the_gradient_where_loss_is_allowed() -> None:
     made, _, _ = wire()
     assert 0.25 < made.pushed_part < 0.26
