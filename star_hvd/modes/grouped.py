@@ -121,7 +121,7 @@ class GroupSteps(ServerSteps):
         time.sleep(_IDLE_S)  # No member is active, so there is nothing to push.
         if not self.wanted:
             return Outcome("moved", self._engine.step, self._engine.plan.plan_id, [], applied=False)
-        reply = self.client.pull(self._deadline_s)
+        reply = self._pull()
         return Outcome(reply.kind, reply.version, reply.plan_id, reply.params, applied=False)
 
     def _hand_out(self, outcome: Outcome | None, sums: list[torch.Tensor]) -> Outcome:

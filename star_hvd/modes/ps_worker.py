@@ -56,8 +56,16 @@ class Client(Protocol):
     def wait(self, deadline_s: float, *, whole: bool = True) -> Any: ...
     def wait_bucket(self, index: int, deadline_s: float) -> None: ...
     def finish(self, deadline_s: float) -> int: ...
-    def pull(self, deadline_s: float, *, known: int | None = None, empty: bool = False) -> Any: ...
-    def state(self, deadline_s: float) -> Snapshot: ...
+    def pull(
+        self,
+        deadline_s: float,
+        *,
+        known: int | None = None,
+        empty: bool = False,
+        check: Callable[[], None] = ...,
+        look_s: float = ...,
+    ) -> Any: ...
+    def state(self, deadline_s: float, *, check: Callable[[], None] = ..., look_s: float = ...) -> Snapshot: ...
     def absent(self, inactive: bool) -> None: ...
     def wake(self) -> None: ...
     def close(self) -> None: ...
@@ -109,6 +117,7 @@ class ServerSteps:
         compressed: Compresses pushes; None to send them unchanged.
         on_wait: Gets the seconds of every wait of the training thread for such parameters, which is not its own work.
         check_ranks: See `ArrivingParameters`.
+        look_s: Interval of these checks.
     """
 
     def __init__(
@@ -397,7 +406,7 @@ class ServerSteps:
         """Get the newest parameters, e.g. at the end of an epoch; those already here are not sent again."""
         self._finish_arriving()
         if not self.over:
-            reply = self.client.pull(self._deadline_s, known=self._known())
+            reply = self._pull(known=self._known())
             if reply.kind == "params":
                 self._write(Outcome("params", reply.version, reply.plan_id, reply.params))
 
@@ -408,7 +417,7 @@ class ServerSteps:
         """
         wrote = self.program_wrote()
         if not self.over:
-            snapshot = self.client.state(self._deadline_s)
+            snapshot = self.client.state(self._deadline_s, check=self._check_wait, look_s=self._look_s)
             if wrote:
                 self._engine.adopt_optimizer_state(snapshot)
                 return
@@ -422,7 +431,16 @@ class ServerSteps:
     def confirm_inactive(self) -> None:
         """Wait until the servers have processed that; later requests are answered after it."""
         if not self.over:
-            self.client.pull(self._deadline_s, empty=True)
+            self._pull(empty=True)
+
+    def _pull(self, **asks: Any) -> Any:
+        return self.client.pull(self._deadline_s, check=self._check_wait, look_s=self._look_s, **asks)
+
+    def _check_wait(self) -> None:
+        """Raise what makes a wait for the servers pointless: a lost rank may have taken its server with it."""
+        if self._engine.failure is not None:
+            raise self._engine.failure
+        self._check_ranks()
 
     def wake(self) -> None:
         """Interrupt a wait, since something changed that it should notice."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from star_hvd.errors import ChannelError
 from star_hvd.ps.common.auth import Endpoint, JobKey
 from star_hvd.ps.common.layout import Layout
 from star_hvd.ps.common.wire import Kind
-from star_hvd.ps.worker.connection import Line, Push
+from star_hvd.ps.worker.connection import LOOK_S, Line, Push
 from star_hvd.ps.worker.exchange import Exchange, Reply, StateExchange
 
 __all__ = ["Client", "Reply"]
@@ -215,13 +215,23 @@ class Client:
         self._woken = True
         self._line.notify()
 
-    def pull(self, deadline_s: float, *, known: int | None = None, empty: bool = False) -> Reply:
+    def pull(
+        self,
+        deadline_s: float,
+        *,
+        known: int | None = None,
+        empty: bool = False,
+        check: Callable[[], None] = lambda: None,
+        look_s: float = LOOK_S,
+    ) -> Reply:
         """Get the parameters of one version, as reply `params`.
 
         Args:
             deadline_s: Longest wait.
             known: Version that the caller already has; if it is the newest, the reply is `known`, without parameters.
             empty: Request no parameters; the reply only shows that the servers have received what was sent before.
+            check: Called during the wait; raises what makes it pointless, as that another rank's process has ended.
+            look_s: Interval between these calls.
 
         Raises:
             DeadlineError: No complete parameters within `deadline_s`.
@@ -229,21 +239,28 @@ class Client:
         """
         flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
         exchange = Exchange(self._layout, flats, Kind.PULLED, known, empty)
-        self._line.read(exchange, deadline_s)
+        self._line.read(exchange, deadline_s, check, look_s)
         if exchange.mixed and not empty:
             exchange = Exchange(self._layout, flats, Kind.PULLED)
-            self._line.read(exchange, deadline_s)
+            self._line.read(exchange, deadline_s, check, look_s)
         return exchange.reply()
 
-    def state(self, deadline_s: float) -> Snapshot:
+    def state(
+        self, deadline_s: float, *, check: Callable[[], None] = lambda: None, look_s: float = LOOK_S
+    ) -> Snapshot:
         """Get the parameters and optimizer state of one version; after a drain, of the final one.
+
+        Args:
+            deadline_s: Longest wait.
+            check: As in `pull`.
+            look_s: As in `pull`.
 
         Raises:
             DeadlineError: No complete state within `deadline_s`.
             ChannelError: The client was closed, or the state cannot be read.
         """
         exchange = StateExchange(self._layout)
-        self._line.read(exchange, deadline_s)
+        self._line.read(exchange, deadline_s, check, look_s)
         return exchange.snapshot()
 
     def absent(self, inactive: bool) -> None:

@@ -26,11 +26,14 @@ from star_hvd.ps.common.layout import Chunk, Layout
 from star_hvd.ps.common.wire import Header, Kind, pack, parts, raw, read_meta, unpack
 from star_hvd.ps.worker.exchange import Exchange, Reply, StateExchange
 
-__all__ = ["Line", "Push"]
+__all__ = ["LOOK_S", "Line", "Push"]
 
 logger = logging.getLogger("star_hvd")
 
 T = TypeVar("T")
+
+LOOK_S = 5.0
+"""Interval of the checks in a wait for an answer."""
 
 _POLL_MS = 500
 _ASK_S = 2.0  # Interval between requests for an acknowledgement while an answer is awaited.
@@ -176,16 +179,29 @@ class Line:
         self.push = None
         return push.exchange.reply()
 
-    def read(self, exchange: Exchange, deadline_s: float) -> None:
-        """Request `exchange` and wait until it is complete; raises as `wait`."""
+    def read(
+        self,
+        exchange: Exchange,
+        deadline_s: float,
+        check: Callable[[], None] = lambda: None,
+        look_s: float = LOOK_S,
+    ) -> None:
+        """Request `exchange` and wait until it is complete; arguments and errors as of `wait`."""
         self.do("read", exchange)
         try:
-            self.wait(lambda: exchange.complete, exchange, deadline_s)
+            self.wait(lambda: exchange.complete, exchange, deadline_s, check=check, look_s=look_s)
         finally:
             self.do("end of read", exchange)
 
     def wait(
-        self, found: Callable[[], T | None], exchange: Exchange, deadline_s: float, cause: str = "is a server dead?"
+        self,
+        found: Callable[[], T | None],
+        exchange: Exchange,
+        deadline_s: float,
+        cause: str = "is a server dead?",
+        *,
+        check: Callable[[], None] = lambda: None,
+        look_s: float = LOOK_S,
     ) -> T:
         """Wait until `found`, called under `changed`, returns something true, and return that.
 
@@ -194,19 +210,31 @@ class Line:
             exchange: The answer it depends on.
             deadline_s: Longest wait.
             cause: The likely cause if that is exceeded.
+            check: Called without a lock held during the wait; raises what makes it pointless.
+            look_s: Interval between these calls.
 
         Raises:
             DeadlineError: It took longer.
             ChannelError: The connection is closed or has failed.
         """
         limit_s = time.monotonic() + deadline_s
+        while not (result := self._until(found, min(limit_s, time.monotonic() + look_s))):
+            if time.monotonic() >= limit_s:
+                raise DeadlineError(
+                    f"rank {self.rank} waited {deadline_s:g} s for parameters; {exchange.describe()} ({cause})"
+                )
+            check()
+        return result
+
+    def _until(self, found: Callable[[], T | None], limit_s: float) -> T | None:
+        """Wait until `found` returns something true and return that, or what it returns at this time."""
         with self.changed:
             while not (result := found()):
                 self.check()
-                if not self.changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
-                    raise DeadlineError(
-                        f"rank {self.rank} waited {deadline_s:g} s for parameters; {exchange.describe()} ({cause})"
-                    )
+                left_s = limit_s - time.monotonic()
+                if left_s <= 0.0:
+                    break
+                self.changed.wait(left_s)
             return result
 
     def notify(self) -> None:

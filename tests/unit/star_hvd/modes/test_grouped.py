@@ -18,7 +18,7 @@ import torch
 from scheduler.plan.plan import Plan
 from star_hvd.engine.collective import poll_for
 from star_hvd.engine.device import Streams
-from star_hvd.errors import DeadlineError
+from star_hvd.errors import DeadlineError, RankLostError
 from star_hvd.modes.grouped import GroupSteps
 
 DEADLINE_S = 10.0
@@ -206,3 +206,19 @@ def test_a_step_that_waits_for_another_of_its_own_rank_has_a_deadline(monkeypatc
     with pytest.raises(DeadlineError, match="before this one did not end within 0.2 s"):
         steps.drain()
     goes_on.set()
+
+
+def test_a_leaders_read_ends_as_its_rank_fails() -> None:
+    """While no member is active, the leader only reads from the servers; one of these may be gone with its rank."""
+    engines: list[Any] = []
+    leader = member(0, (0, 1), Meeting(1), engines=engines)  # The other member's sums are left out.
+
+    def unanswered(deadline_s: float, *, check: Any, **asks: Any) -> None:
+        engines[0].fail(RankLostError("rank 2 has left the job"))
+        check()
+        raise DeadlineError("the wait went on")
+
+    client: Any = leader.client
+    client.pull = unanswered
+    with pytest.raises(RankLostError, match="rank 2"):
+        leader.catch_up()

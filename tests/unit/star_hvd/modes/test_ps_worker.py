@@ -271,8 +271,8 @@ def test_everything_else_waits_for_all_parameters(what: str) -> None:
         elif what == "step":
             rank.steps.step(skip=False)
         else:
-            rank.client.pull = lambda deadline_s, known: Reply("interrupted")  # type: ignore[attr-defined]
-            rank.client.state = lambda deadline_s: Snapshot(1, [], [])  # type: ignore[attr-defined]
+            rank.client.pull = lambda deadline_s, known, **checks: Reply("interrupted")  # type: ignore[attr-defined]
+            rank.client.state = lambda deadline_s, **checks: Snapshot(1, [], [])  # type: ignore[attr-defined]
             rank.engine.adopt_state = lambda snapshot: None  # type: ignore[method-assign]
             getattr(rank.steps, what)()
 
@@ -314,7 +314,7 @@ def test_a_checkpoint_leaves_what_the_program_wrote_and_what_came_with_it_is_kno
     params = list(rank.model.parameters())
     state_there: list[dict[str, object]] = [{"momentum_buffer": torch.ones(4, 4)} for _ in params]
     came = Snapshot(5, [torch.full((4, 4), 5.0) for _ in params], state_there)
-    rank.client.state = lambda deadline_s: came  # type: ignore[attr-defined]
+    rank.client.state = lambda deadline_s, **checks: came  # type: ignore[attr-defined]
     params[0].data.fill_(7.0)
     rank.steps.refresh_state()
     state = rank.engine.applier.optimizer.state
@@ -343,14 +343,14 @@ def test_at_a_meeting_only_newer_parameters_come(gated: bool) -> None:
         event.set()
     known: list[int | None] = []
 
-    def pull(deadline_s: float, known_: int | None) -> Reply:
+    def pull(deadline_s: float, known_: int | None, **checks: Any) -> Reply:
         known.append(known_)
         if known_ == 3:
             return Reply("known", 3)
         flats = [torch.full((bucket.numel,), 3.0) for bucket in rank.engine.applier.buckets]
         return Reply("params", 3, params=flats)
 
-    rank.client.pull = lambda deadline_s, known: pull(deadline_s, known)  # type: ignore[attr-defined]
+    rank.client.pull = lambda deadline_s, known, **checks: pull(deadline_s, known, **checks)  # type: ignore[attr-defined]
     rank.steps.catch_up()  # Nothing is known of the parameters here.
     for _ in range(2):
         rank.steps.catch_up()
@@ -402,3 +402,24 @@ def test_a_wait_for_servers_ends_as_a_rank_is_lost(gated: bool, monkeypatch: pyt
 
 def no_answer(deadline_s: float, *, whole: bool = True) -> Reply:
     raise DeadlineError("no answer")
+
+
+@pytest.mark.parametrize("failed", [False, True])
+@pytest.mark.parametrize("what", ["catch_up", "refresh_state", "confirm_inactive"])
+def test_a_read_from_servers_ends_as_a_rank_is_lost_or_this_one_fails(what: str, failed: bool) -> None:
+    """A lost rank may have taken its server with it; then no answer comes within `step_deadline_s`."""
+
+    def unanswered(deadline_s: float, *, check: Callable[[], None], look_s: float, **asks: Any) -> None:
+        assert (deadline_s, look_s) == (DEADLINE_S, 0.01)
+        check()
+        raise DeadlineError("the wait went on")
+
+    rank = Rank(look_s=0.01)
+    rank.client.pull = rank.client.state = unanswered  # type: ignore[attr-defined]
+    error = RankLostError("rank 1 has left the job")
+    if failed:
+        rank.engine.fail(error)
+    else:
+        rank.lost = error
+    with pytest.raises(RankLostError, match="rank 1"):
+        getattr(rank.steps, what)()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from scheduler.plan.plan import Plan
-from star_hvd.errors import ChannelError
+from star_hvd.errors import ChannelError, RankLostError
 from star_hvd.ps.common.auth import Endpoint
 from star_hvd.ps.common.wire import Header, Kind
 from star_hvd.ps.worker import client as client_module
@@ -98,6 +98,40 @@ def test_nothing_is_kept_of_a_read_that_nobody_waits_for(lines: list[Line]) -> N
         client.pull(DEADLINE_S)
         client.pull(DEADLINE_S)  # What was queued before has been executed.
         assert len(lines[0].reads) <= 1
+
+
+@pytest.mark.parametrize("what", ["pull", "state"])
+def test_a_read_that_became_pointless_ends_before_its_deadline(what: str) -> None:
+    """The servers may be gone together with a rank; only the caller hears of that."""
+    # There is no answer before the seed.
+    with cluster(Plan.ps(1, 1), seed=False) as made, pytest.raises(RankLostError, match="rank 1"):
+        getattr(made.clients[0], what)(DEADLINE_S, check=lose_rank, look_s=0.01)
+
+
+def lose_rank() -> None:
+    raise RankLostError("rank 1 has left the job")
+
+
+@pytest.mark.parametrize("what", ["pull", "state"])
+def test_checks_during_a_read_do_not_repeat_its_request(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    checks: list[None] = []
+    do = Line.do
+
+    def noted(line: Line, what: str, argument: Any) -> None:
+        asked.append(what)
+        do(line, what, argument)
+
+    monkeypatch.setattr(Line, "do", noted)
+    with cluster(Plan.ps(1, 1), seed=False) as made:
+
+        def check() -> None:
+            checks.append(None)
+            if len(checks) == 3:
+                made.seed()
+
+        getattr(made.clients[0], what)(DEADLINE_S, check=check, look_s=0.01)
+    assert len(checks) >= 3 and asked.count("read") == 1
 
 
 class TakenAtOnce(Line):
