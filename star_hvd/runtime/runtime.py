@@ -596,7 +596,10 @@ class Runtime:
         self._stopped = True
         self._unwatch_threads()
         if drain and self.trains and not any(d.failure for d in self.drivers.values()):
-            self._drain()
+            try:
+                self._drain()
+            except Exception as error:  # As above; servers may confirm nothing any more, for example.
+                logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
         for driver in self.drivers.values():
             driver.stop()
             _close_log(driver)
@@ -634,10 +637,7 @@ class Runtime:
             logger.error("ranks %s were lost", self._lost)
             return
         # Parameters read after `shutdown` are those of the last step, the same on every rank.
-        try:
-            self._meetings.meet("shutdown", self.config.control_deadline_s, out_of_data=True)
-        except Exception as error:  # Whatever stopped an engine, threads and sockets still have to be closed.
-            logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
+        self._meetings.meet("shutdown", self.config.control_deadline_s, out_of_data=True)
 
     # ---- agent thread ---------------------------------------------------------------------------------------
 

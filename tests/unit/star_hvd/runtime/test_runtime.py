@@ -1,0 +1,51 @@
+"""How a rank's runtime ends."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from star_hvd.config import Config
+from star_hvd.errors import RankLostError
+from star_hvd.runtime.runtime import Runtime
+
+
+class Parts(dict[str, list[str]]):
+    """The parts of a runtime, and what was called of them."""
+
+    def part(self, name: str, *calls: str) -> Any:
+        called = self[name] = list[str]()
+        return SimpleNamespace(**{call: lambda *given, each=call: called.append(each) for call in calls})
+
+
+class Leaving(Runtime):
+    """The runtime of a rank whose servers do not confirm that it has finished."""
+
+    trains = True
+
+    def __init__(self, parts: Parts) -> None:
+        def unconfirmed() -> None:
+            raise RankLostError("rank 1 has left the job")
+
+        self.config, self.rank, self.drivers = Config(), 0, {}
+        self._pid, self._stopped, self._folder, self._next_optimizer_id = os.getpid(), False, None, 0
+        self._meetings = cast(Any, SimpleNamespace(finished=unconfirmed))
+        self._unwatch_threads = lambda: None
+        self._machine = parts.part("machine", "stop")
+        self.services = parts.part("services", "stop")
+        self.agent, self.tensors = parts.part("agent", "stop", "send"), parts.part("tensors", "stop")
+        self.coordinator, self.keyring = parts.part("coordinator", "stop"), parts.part("keyring", "close")
+
+    def finish_steps(self) -> None:
+        pass
+
+
+def test_a_rank_whose_servers_are_gone_at_its_end_closes_what_it_holds(caplog: pytest.LogCaptureFixture) -> None:
+    parts = Parts()
+    Leaving(parts).stop(drain=True)
+    for name in ("services", "agent", "tensors", "coordinator"):
+        assert parts[name] == ["stop"], name
+    assert parts["keyring"] == ["close"] and "rank 1 has left" in caplog.text
