@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,8 +86,7 @@ class ServerSessions:
             sessions = [session for each in self._sessions.values() for session in each]
         for session in sessions:
             session.client.close()
-        if self._process.pid is not None:
-            self._process.stop()
+        self._process.stop()  # Also while none runs: one may be being started, or restarted after a death.
 
     @property
     def server(self) -> ServerProcess:
@@ -176,7 +176,15 @@ class ServerSessions:
         """Start this rank's server before any plan needs it."""
         if not self._stopped:
             with contextlib.suppress(DeadlineError):  # A plan that needs it tries again and reports a failure.
-                self._process.ensure(self._config.plan_deadline_s)
+                self._start(self._process.ensure, self._config.plan_deadline_s)
+
+    def _start(self, start: Callable[[float], Endpoint], deadline_s: float) -> Endpoint:
+        """Start this rank's server by a method of `ServerProcess`; `stop` at any time leaves none running."""
+        try:
+            return start(deadline_s)
+        finally:
+            if self._stopped:  # `stop` may have come before the start was requested.
+                self._process.stop()
 
     def _connect(self, session: _Session, optimizer_id: int) -> bool:
         """Connect a session to the servers of its plan; from now on it hears of restarts.
@@ -203,10 +211,10 @@ class ServerSessions:
         index, limit_s = plan.servers.index(self._rank), self._config.plan_deadline_s
         with self._changed:
             self._announced[optimizer_id, plan.plan_id] = index
-        endpoint = self._process.ensure(limit_s)
+        endpoint = self._start(self._process.ensure, limit_s)
         for _ in range(_MOVES):
             self._send(ServerUp(optimizer_id, plan.plan_id, index, _to_parts(endpoint)))
-            sent, endpoint = endpoint, self._process.ensure(limit_s)
+            sent, endpoint = endpoint, self._start(self._process.ensure, limit_s)
             if endpoint == sent:  # Else a newer address may have been sent before this one.
                 return
         raise DeadlineError(
@@ -372,9 +380,12 @@ class ServerSessions:
     def _recover(self) -> None:
         began_s = time.monotonic()
         try:
-            endpoint = self._process.recover(self._config.control_deadline_s)
+            endpoint = self._start(self._process.recover, self._config.control_deadline_s)
         except (DeadlineError, ChannelError, OSError) as error:
-            self._give_up_server(f"the parameter server of rank {self._rank} could not be recovered: {error}")
+            if not self._stopped:
+                self._give_up_server(f"the parameter server of rank {self._rank} could not be recovered: {error}")
+            return
+        if self._stopped:
             return
         logger.warning("rank %d: its parameter server is back after %.1f s", self._rank, time.monotonic() - began_s)
         self._tell(endpoint)
@@ -389,8 +400,7 @@ class ServerSessions:
             own = [(number, each) for number, each in known if self._rank in each.plan.servers]
             plans = [*self._announced, *((number, each.number) for number, each in own if not each.begun)]
             needed = {number for number, each in own if each.begun}
-        if not self._stopped:
-            logger.error("rank %d: %s", self._rank, reason)
+        logger.error("rank %d: %s", self._rank, reason)
         for optimizer_id, plan_id in plans:
             self._send(PrepareFailed(optimizer_id, plan_id, reason))
         for optimizer_id in sorted(needed):

@@ -53,6 +53,10 @@ class Owner:
         self.alive = True
         self.closed: list[int] = []
         self.orders: list[tuple[Any, ...]] = []
+        self.stops = 0
+
+    def stop(self) -> None:
+        self.stops += 1
 
     def ensure(self, deadline_s: float) -> Endpoint:
         return Endpoint("h", 1)
@@ -415,6 +419,54 @@ def test_a_connection_is_not_started_after_it_was_closed(made: Made, monkeypatch
     closing[0].join(60.0)
     assert started == [False] and not closing[0].is_alive()
     assert client is None or client.closed
+
+
+class StoppedMeanwhile(ServerSessions):
+    """Sessions that are stopped just before their server is asked for, on a thread that has found them open."""
+
+    def __init__(self, made: list[ThreadServer], monkeypatch: pytest.MonkeyPatch) -> None:
+        class Server(ThreadServer):
+            def __init__(self, *given: Any, **more: Any) -> None:
+                super().__init__(*given, **more)
+                made.append(self)
+
+            def ensure(server, deadline_s: float) -> Endpoint:
+                self.stop()
+                return super().ensure(deadline_s)
+
+        monkeypatch.setattr(module, "ServerProcess", Server)
+        super().__init__(0, Config(), JobKey.new(), "127.0.0.1", lambda message: None, {})
+
+
+def test_a_server_that_is_requested_as_all_ends_does_not_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[ThreadServer] = []
+    StoppedMeanwhile(made, monkeypatch).warm()
+    assert within(lambda: not made[0].alive)
+
+
+@pytest.mark.parametrize("pid", [None, 1])
+def test_the_end_stops_a_server_that_is_being_started_too(made: Made, pid: int | None) -> None:
+    """`pid` is None during the first start, and from a death until the restart is complete."""
+    made.owner.pid = pid
+    made.sessions.stop()
+    assert made.owner.stops == 1
+
+
+def test_a_server_whose_recovery_was_stopped_fails_nothing(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[Exception] = []
+    made.drivers[0].engine.fail = failed.append
+    made.drivers[0].active_mode = None
+    plan = Plan.ps(4, 3, servers=(2, 0)).replace(plan_id=1)
+    made.enter(plan)
+
+    def stopped(deadline_s: float) -> Endpoint:
+        made.sessions.stop()
+        raise DeadlineError("it was stopped")
+
+    monkeypatch.setattr(made.owner, "recover", stopped)
+    made.sent.clear()
+    made.owner.die()
+    assert not failed and not made.sent and made.owner.stops == 2
 
 
 def test_no_connection_is_made_after_the_end(made: Made) -> None:
