@@ -6,8 +6,9 @@ members, whose negotiation crosses that link in every step, would wait behind it
 with the first step whose parameters will contain the gradient.
 
 After a broken connection the whole push is resent, as its next attempt. The parent remembers the last push of every
-child and repeats its answer without accepting the push twice. (This is not a `Stream`: the training thread cannot
-acknowledge while it computes, and one request at a time needs no more than this.)
+link and repeats its answer without accepting the push twice. A child has two links at once if its former mode ended in
+the middle of a push: this push goes on while the next mode sends on its own link. (This is not a `Stream`: the training
+thread cannot acknowledge while it computes, and one request at a time needs no more than this.)
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ _MAGIC, _PROTOCOL = PUSH_MAGIC, 2
 _ACK = struct.Struct("<4sQQ")  # magic, push, first version that contains it
 _MAX_PUSH_BYTES = 1 << 40
 _MAX_VERSION = 1 << 62
-_MOST_CHILDREN = 4096  # Children whose last push is remembered.
+_MOST_LINKS = 4096  # Links whose last push is remembered.
+_MOST_AT_ONCE = 2  # Links of one child on which a push may be incomplete.
 _MOST_BURSTS, _BURST_PAUSE_S, _BURSTS_S = 6, 0.015, 0.25
 _ITS_OWN = 3.0  # A full burst that takes this many times an empty one's time is limited by the link, not by threads.
 _LINKS_PART = 0.1  # Least part of a burst's time that is attributed to the link.
@@ -258,9 +260,12 @@ def rate_of(size_bytes: int, empty_s: Sequence[float], full_s: Sequence[float]) 
     return size_bytes / max(1e-9, fastest_s - min(empty_s), _LINKS_PART * fastest_s)
 
 
+_Link = tuple[int, int, int]  # Optimizer, rank and link.
+
+
 @dataclass(slots=True)
 class _Partial:
-    attempt: tuple[int, int, int]  # Link, push and attempt.
+    attempt: tuple[int, int]  # Push and attempt.
     body: bytearray
 
 
@@ -279,8 +284,8 @@ class LatePushes:
         most_bytes: Callable[[int], int] = lambda optimizer_id: _MAX_PUSH_BYTES,
     ) -> None:
         self._accept, self._most_bytes = accept, most_bytes
-        self._partial: dict[tuple[int, int], _Partial] = {}  # By optimizer and rank.
-        self._done: dict[tuple[int, int], tuple[int, int, int]] = {}  # Link, push and the answer.
+        self._partial: dict[_Link, _Partial] = {}
+        self._done: dict[_Link, tuple[int, int]] = {}  # Push and the answer, the latest last.
 
     def take(self, frames: Sequence[bytes]) -> bytes | None:
         """Handle a child's message. Return the answer to send, None before the last chunk.
@@ -297,38 +302,45 @@ class LatePushes:
             raise ChannelError(f"a late gradient has {got}; expected protocol {_PROTOCOL} and possible sizes")
         if size > self._most_bytes(optimizer_id):
             raise ChannelError(f"a late gradient of {size} bytes; expected at most {self._most_bytes(optimizer_id)}")
-        child = (optimizer_id, rank)
-        done = self._done.get(child)
-        if done is not None and done[0] == link and push <= done[1]:
-            whole = push == done[1] and offset + len(frames[1]) >= size
-            return _ACK.pack(_MAGIC, push, done[2]) if whole else None
-        body = self._collect(child, (link, push, attempt), offset, size, frames[1])
+        key = (optimizer_id, rank, link)
+        done = self._done.get(key)
+        if done is not None and push <= done[0]:
+            whole = push == done[0] and offset + len(frames[1]) >= size
+            return _ACK.pack(_MAGIC, push, done[1]) if whole else None
+        body = self._collect(key, (push, attempt), offset, size, frames[1])
         if body is None:
             return None
         contained = self._accept(optimizer_id, rank, version, body)
-        self._done[child] = (link, push, contained)
+        self._done.pop(key, None)
+        self._done[key] = (push, contained)
         for kept in (self._done, self._partial):
-            while len(kept) > _MOST_CHILDREN:
+            while len(kept) > _MOST_LINKS:
                 del kept[next(iter(kept))]
         return _ACK.pack(_MAGIC, push, contained)
 
-    def _collect(
-        self, child: tuple[int, int], attempt: tuple[int, int, int], offset: int, size: int, part: bytes
-    ) -> bytearray | None:
+    def _collect(self, key: _Link, attempt: tuple[int, int], offset: int, size: int, part: bytes) -> bytearray | None:
         """Add a chunk. Return the whole gradient if this was its last chunk, otherwise None."""
-        partial = self._partial.get(child)
-        if partial is not None and partial.attempt[:2] == attempt[:2] and attempt < partial.attempt:
+        partial = self._partial.get(key)
+        if partial is not None and partial.attempt[0] == attempt[0] and attempt < partial.attempt:
             return None  # Left over from a broken connection; the push is resent.
         if partial is None or partial.attempt != attempt:
-            partial = self._partial[child] = _Partial(attempt, bytearray())
+            partial = self._partial[key] = _Partial(attempt, bytearray())
         if offset > len(partial.body):
-            del self._partial[child]  # A part was lost with its connection; the push is resent.
+            del self._partial[key]  # A part was lost with its connection; the push is resent.
             return None
         if offset != len(partial.body) or offset + len(part) > size:
-            del self._partial[child]
+            del self._partial[key]
             raise ChannelError(f"a late gradient has a chunk at byte {offset}; expected {len(partial.body)} of {size}")
         partial.body += part
         if len(partial.body) < size:
+            if offset == 0:
+                self._forget_older(key)
             return None
-        del self._partial[child]
+        del self._partial[key]
         return partial.body
+
+    def _forget_older(self, key: _Link) -> None:
+        """Forget incomplete pushes of a child's older links, each as large as its gradient: they may never end."""
+        links = [each for each in self._partial if each[:2] == key[:2] and each != key]
+        for each in links[: max(0, len(links) + 1 - _MOST_AT_ONCE)]:
+            del self._partial[each]

@@ -270,9 +270,9 @@ def test_a_subgroup_closes_without_its_members_that_are_away_and_never_waits_for
     assert order is not None and order.missing == (2,) and order.reason == "away"
 
 
-def push_frames(body: bytes, chunk: int, *, number: int = 1, attempt: int = 0) -> list[list[bytes]]:
+def push_frames(body: bytes, chunk: int, *, number: int = 1, attempt: int = 0, link: int = 77) -> list[list[bytes]]:
     return [
-        [PUSH_HEADER.pack(b"STAL", 2, 0, 3, 77, number, attempt, 5, offset, len(body)), body[offset : offset + chunk]]
+        [PUSH_HEADER.pack(b"STAL", 2, 0, 3, link, number, attempt, 5, offset, len(body)), body[offset : offset + chunk]]
         for offset in range(0, len(body), chunk)
     ]
 
@@ -300,6 +300,28 @@ def test_late_gradients_are_put_together_once_and_damaged_ones_leave_nothing() -
     with pytest.raises(ChannelError, match="and a payload"):
         pushes.take([b"x", b"y"])
     assert len(taken) == 1
+
+
+def test_pushes_of_one_child_on_two_links_do_not_end_each_other() -> None:
+    """The former mode's push may still be sent when the next mode, with the same parent, pushes on its own link."""
+    taken: list[bytes] = []
+    pushes = LatePushes(lambda optimizer_id, rank, version, body: len(taken.append(bytes(body)) or taken))  # type: ignore[func-returns-value]
+    old, new = push_frames(b"abcdefgh", 2, link=77), push_frames(b"ijklmnop", 2, link=78)
+    answers = [pushes.take(frame) for pair in zip(old, new, strict=True) for frame in pair]
+    assert taken == [b"abcdefgh", b"ijklmnop"] and answers[:6] == [None] * 6 and None not in answers[6:]
+    assert [pushes.take(frames[-1]) for frames in (old, new)] == answers[6:], "sent again, taken once"
+    assert len(taken) == 2
+
+
+def test_of_the_pushes_that_a_child_gave_up_few_are_kept() -> None:
+    taken: list[bytes] = []
+    pushes = LatePushes(lambda optimizer_id, rank, version, body: len(taken.append(bytes(body)) or taken))  # type: ignore[func-returns-value]
+    begun = [push_frames(b"abcd", 2, link=link) for link in range(5)]
+    for frames in begun:
+        pushes.take(frames[0])
+    for frames in begun:
+        pushes.take(frames[1])
+    assert len(taken) == 2, "those of the newest two links"
 
 
 def test_a_late_gradient_that_leaves_with_a_push_is_not_yet_applied() -> None:
