@@ -31,6 +31,9 @@ from star_hvd.errors import ChannelError
 __all__ = ["JobKey", "KeyPair", "Keyring", "Peer", "PrivateFolder", "own_address"]
 
 
+_OUTSIDE = ("198.51.100.1", 9)  # Reserved for documentation: no host's own address.
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """How to reach a rank: its public key, host address, and ports (control only on rank 0).
@@ -55,10 +58,12 @@ class Peer:
 def own_address(*, single_host: bool) -> str:
     """Return the IPv4 address that the other ranks use for this one.
 
-    Order: `STAR_HOST`, loopback when all ranks share a host, the interface Horovod was given, the host name.
+    Order: `STAR_HOST`, loopback when all ranks share a host, the interface Horovod was given, the host name, the
+    address of the default route, the only address that is not loopback. With `mpirun` and `srun` no interface is given,
+    and Debian's `/etc/hosts` maps the host name to 127.0.1.1, where other hosts would reach themselves.
 
     Raises:
-        ChannelError: The interface has no IPv4 address.
+        ChannelError: The interface has no IPv4 address, or no address can be chosen.
     """
     if env.host():
         return str(env.host())
@@ -73,7 +78,38 @@ def own_address(*, single_host: bool) -> str:
             f"network interface {interface!r} has no IPv4 address; set STAR_INTERFACE to one of "
             f"{sorted(psutil.net_if_addrs())} or STAR_HOST to this host's address"
         )
-    return socket.gethostbyname(socket.gethostname())
+    named = socket.gethostbyname(socket.gethostname())
+    return named if not _is_loopback(named) else _routed_address() or _only_address(named)
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.")
+
+
+def _routed_address() -> str | None:
+    """Return the address from which this host sends to others by its default route, None if it has no such route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(_OUTSIDE)  # Sends nothing.
+        except OSError:
+            return None
+        address = str(probe.getsockname()[0])
+    return None if _is_loopback(address) else address
+
+
+def _only_address(named: str) -> str:
+    """Return the only IPv4 address of the interfaces that are up, loopback left out."""
+    up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
+    known = [each for name, found in psutil.net_if_addrs().items() if name in up for each in found]
+    addresses = {str(each.address) for each in known if each.family == socket.AF_INET}
+    found = sorted(each for each in addresses if not _is_loopback(each))
+    if len(found) != 1:
+        raise ChannelError(
+            f"the name of this host, {socket.gethostname()!r}, has the loopback address {named}, which other hosts "
+            f"cannot reach, and its interfaces have {found or 'no other address'}; set STAR_INTERFACE to one of "
+            f"{sorted(psutil.net_if_addrs())} or STAR_HOST to this host's address"
+        )
+    return found[0]
 
 
 class KeyPair:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -101,6 +102,71 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
         own_address(single_host=False)
     monkeypatch.setenv("STAR_HOST", "10.1.2.3")
     assert own_address(single_host=True) == "10.1.2.3"
+
+
+class Host:
+    """A host whose name has a loopback address, as Debian's installer leaves it; addresses by interface."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]], *, routed: str | None, named: str
+    ) -> None:
+        for name in ("STAR_HOST", "STAR_INTERFACE", "HOROVOD_GLOO_IFACE"):
+            monkeypatch.delenv(name, raising=False)
+        made = {
+            name: [SimpleNamespace(family=socket.AF_INET, address=each) for each in found]
+            for name, found in addresses.items()
+        }
+        states = {name: SimpleNamespace(isup=not name.startswith("down")) for name in made}
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda: made)
+        monkeypatch.setattr(psutil, "net_if_stats", lambda: states)
+        monkeypatch.setattr(socket, "gethostbyname", lambda name: named)
+        monkeypatch.setattr(socket, "socket", lambda *kind: self)
+        self._routed = routed
+
+    def __enter__(self) -> Host:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def connect(self, address: tuple[str, int]) -> None:
+        if self._routed is None:
+            raise OSError("network is unreachable")
+
+    def getsockname(self) -> tuple[str | None, int]:
+        return self._routed, 40_000
+
+
+LO = {"lo": ["127.0.0.1"]}
+
+
+@pytest.mark.parametrize(
+    ("addresses", "routed", "expected"),
+    [
+        ({"eth0": ["10.0.0.5"], "eth1": ["10.1.0.5"]}, "10.1.0.5", "10.1.0.5"),
+        ({"eth0": ["10.0.0.5"], "down0": ["10.1.0.5"]}, None, "10.0.0.5"),
+        ({"eth0": ["10.0.0.5"]}, "127.0.0.1", "10.0.0.5"),
+    ],
+)
+def test_a_host_name_that_is_loopback_is_not_told_to_other_hosts(
+    monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]], routed: str | None, expected: str
+) -> None:
+    Host(monkeypatch, LO | addresses, routed=routed, named="127.0.1.1")
+    assert own_address(single_host=False) == expected
+
+
+@pytest.mark.parametrize("addresses", [{}, {"down0": ["10.0.0.5"]}, {"eth0": ["10.0.0.5"], "ib0": ["10.1.0.5"]}])
+def test_a_host_without_one_address_for_others_asks_for_it(
+    monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]]
+) -> None:
+    Host(monkeypatch, LO | addresses, routed=None, named="127.0.1.1")
+    with pytest.raises(ChannelError, match="loopback address 127.0.1.1, .* set STAR_INTERFACE to one of .* STAR_HOST"):
+        own_address(single_host=False)
+
+
+def test_a_host_name_that_is_an_address_for_others_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    Host(monkeypatch, LO | {"eth0": ["10.0.0.5"], "ib0": ["10.1.0.5"]}, routed="10.1.0.5", named="10.0.0.5")
+    assert own_address(single_host=False) == "10.0.0.5"
 
 
 def test_closing_does_not_hang() -> None:
