@@ -75,12 +75,15 @@ class Job(Outlet):
             spec = spec.on_host()
         faults = server.faults
         self.shard = Shard(self.index, layout, spec, mirror, self, guard=plan.guard != "none", faults=faults)
-        recovered = recover and self.shard.recover()
+        if recover:
+            self.shard.recover()
         self.link: Dealer | None = None
         self.primary: Primary | None = None
         if self.index == 0:
             links = Links(self._order, self._push_result, self._event, self._journal)
-            n, journal = layout.n_servers, self._old_journal() if recovered else None
+            # Also if this shard has to be seeded again: it has executed nothing then, so the log has all orders, while
+            # others may have executed some and would ignore orders of the same numbers.
+            n, journal = layout.n_servers, self._old_journal() if recover else None
             self.primary = Primary(plan, values["version"], n, layout.holders, links, journal)
             self.primary.join(0, self.shard.seq)
             self.primary.adopt_newer_plan()
