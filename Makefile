@@ -63,7 +63,7 @@ demo: setup
 
 lint: setup
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict star_hvd scheduler
+	$(BIN)/mypy --strict star_hvd scheduler star_hvd_command.py
 
 $(DOCS_VENV)/.made: pyproject.toml
 	$(PYTHON) -m venv $(DOCS_VENV)
@@ -79,7 +79,7 @@ docs: docs-venv
 # mypy uses one core for half a minute, so it runs beside the tests.
 test: setup
 	$(BIN)/ruff check .
-	@$(BIN)/mypy --strict star_hvd scheduler & types=$$!; status=0; \
+	@$(BIN)/mypy --strict star_hvd scheduler star_hvd_command.py & types=$$!; status=0; \
 	  $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --durations=25 $(PYTEST_ARGS) || status=$$?; \
 	  wait $$types || { echo "mypy found errors, see above" >&2; status=1; }; exit $$status
 

@@ -16,6 +16,7 @@ __all__ = ["Subcommand", "run_command"]
 Subcommand = tuple[str, str, str]
 """Name, module, help."""
 
+_OWN = ("scheduler", "star_hvd", "star_hvd_command")  # A module of ours that is missing is an error of ours.
 _INSTALL = "pip install 'star-hvd[train]'"
 
 
@@ -50,6 +51,8 @@ def run_command(
         sys.stderr.write(f"{program} {options.command}: error: {' '.join(str(error).split())}\n")
         return 2
     except ImportError as error:  # Of an optional package; subcommands import these late.
+        if (error.name or "").partition(".")[0] in _OWN:
+            raise
         text = " ".join(str(error).split())
         advice = "" if "pip install" in text else f"; the optional packages are installed with: {_INSTALL}"
         sys.stderr.write(f"{program} {options.command}: error: {text}{advice}\n")

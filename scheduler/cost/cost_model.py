@@ -92,13 +92,17 @@ class Prediction:
     bound: float = 0.0
 
     @property
+    def relative_time(self) -> float:
+        """`relative` without the cost of a missed target, above 0."""
+        return max(self.relative - (1.0 - self.reach), 1e-9)
+
+    @property
     def reported_interval(self) -> tuple[float, float]:
         """90 % interval for reports: `low` and `high`, widened if the cost model made the prediction."""
         if self.learned:
             return self.low, self.high
         missed = 1.0 - self.reach
-        middle = max(self.relative - missed, 1e-9)
-        low, high = widened(self.plan.mode, middle, self.low - missed, self.high - missed)
+        low, high = widened(self.plan.mode, self.relative_time, self.low - missed, self.high - missed)
         return low + missed, high + missed
 
 

@@ -105,7 +105,7 @@ _TINY = 1e-6
 
 def speed(prediction: Prediction) -> float:
     """Relative time of a prediction without the cost of a missed target, above 0."""
-    return max(prediction.relative - (1.0 - prediction.reach), 1e-3)
+    return max(prediction.relative_time, 1e-3)
 
 
 def rows(

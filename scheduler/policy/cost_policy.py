@@ -641,11 +641,10 @@ def _as_measured(predictions: list[Prediction], active: Plan, cost_s: float) -> 
     found = []
     for one in predictions:
         missed = 1.0 - one.reach
-        middle = max(one.relative - missed, 1e-9)
-        part = cost_s / sync_s / middle if same_plan(one.plan, active) else 1.0
+        part = cost_s / sync_s / one.relative_time if same_plan(one.plan, active) else 1.0
         if part < 1.0:
             one = dataclasses.replace(
-                one, relative=part * middle + missed, low=part * (one.low - missed) + missed,
+                one, relative=part * one.relative_time + missed, low=part * (one.low - missed) + missed,
                 high=part * (one.high - missed) + missed, interval_s=part * one.interval_s,
             )  # fmt: skip
         found.append(one)

@@ -14,6 +14,7 @@ The grace (`scheduler.rules.grace`) is by the usual compute time.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -27,7 +28,8 @@ __all__ = ["Close", "ClosingRule"]
 _RECENT = 5  # Own compute times that predict the next one: few, so that a recovered rank is soon waited for.
 _RETURN_S = 1.0
 """Ranks leave a collective within milliseconds of each other, but one may be suspended just then. A step that closes
-without it has another gradient than the program's; only ranks at different steps of it wait this long in vain."""
+without it has another gradient than the program's. Where ranks are at different steps of their programs, one step waits
+this long in vain."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,7 @@ class _Rank:
     step: int = 0  # The step whose gradient the rank computes now.
     started_s: float | None = None
     out_of_data: bool = True
+    inactive_s: float = -math.inf  # When it became inactive, or got data again, if it is to be waited for.
     compute_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _usual_s: float | None = None
 
@@ -169,16 +172,22 @@ class ClosingRule:
         state.step = max(state.step, step)
         state.started_s = now_s
 
-    def deactivate(self, rank: int, *, out_of_data: bool = True) -> None:
+    def deactivate(self, rank: int, now_s: float = -math.inf, *, out_of_data: bool = True) -> None:
         """Mark a rank inactive: it delivers no gradients until `activate`.
 
         Args:
             rank: The rank.
+            now_s: The current time; needed unless it is out of data.
             out_of_data: It has no more batches. Otherwise it is in a collective of the user's, which ranks leave at
                 slightly different times: in lockstep a step waits for it, a second or one more usual compute time.
         """
         self._inactive.add(rank)
-        self._ranks[rank].out_of_data = out_of_data
+        self._ranks[rank].out_of_data, self._ranks[rank].inactive_s = out_of_data, now_s
+
+    def has_data(self, rank: int, now_s: float) -> None:
+        """Note that a rank has got data, so that one that is inactive without any will be active soon."""
+        if rank in self._inactive and self._ranks[rank].out_of_data:
+            self.deactivate(rank, now_s, out_of_data=False)
 
     def activate(self, rank: int, now_s: float) -> None:
         """Mark a rank active. While it is behind, no step waits for it until it arrives or joins."""
@@ -246,10 +255,13 @@ class ClosingRule:
 
     def _without_inactive(self, last_s: float, now_s: float) -> tuple[Close | None, float | None]:
         """Decide, in lockstep, when all active ranks have arrived."""
-        returning = any(r in self._inactive and not self._ranks[r].out_of_data for r in self._members)
-        limit_s = last_s + max(self.typical_compute_s(), _RETURN_S)
+        ranks = (self._ranks[rank] for rank in self._members if rank in self._inactive)
+        returning = [each.inactive_s for each in ranks if not each.out_of_data]
+        limit_s = max(last_s, *returning, -math.inf) + max(self.typical_compute_s(), _RETURN_S)
         if returning and now_s < limit_s:
             return None, limit_s
+        for rank in self._inactive.intersection(self.missing):
+            self._ranks[rank].out_of_data = True  # It stays away for longer: later steps do not wait for it again.
         return self._close("away"), None
 
     def _without_quorum(self, now_s: float) -> tuple[Close | None, float | None]:

@@ -41,6 +41,7 @@ from star_hvd.channel.messages.joins import JoinCalled, JoinedRanks, ProgramColl
 from star_hvd.channel.messages.leases import (
     Consumed,
     ConsumedRequest,
+    Lease,
     LeaseAsk,
     LeaseReturn,
     LoaderClosed,
@@ -127,7 +128,8 @@ class JobState:
         self._over: deque[tuple[int, int]] = deque()  # Those that are over, the last one last.
         self._at_end: dict[int, tuple[int, int]] = {}  # The epoch at whose end a rank's training thread waits.
         self._closers: dict[int, set[int]] = {}  # By loader: ranks that have closed it, until all have.
-        self._leases = LeaseService(world_size, lambda to, message: self.outbox.append((to, message)))
+        self._now_s = 0.0  # The time of the present call.
+        self._leases = LeaseService(world_size, self._send_lease)
         self.microbatches = MicrobatchService(world_size, lambda to, message: self.outbox.append((to, message)))
         self.shares = ShareControl(world_size, self._broadcast, config.min_batch)
         self._leases.shares, deal = self.shares.state.opens, self._leases.deal
@@ -162,7 +164,7 @@ class JobState:
             raise ChannelError(f"a message came from rank {rank}; this job has ranks 0..{self.world_size - 1}")
         check(message, self.world_size, self._step_of)
         self._check_room(message)
-        self._last_seen_s[rank] = now_s
+        self._last_seen_s[rank] = self._now_s = now_s
         if getattr(message, "optimizer_id", -1) in self._closed:
             return  # Sent before the rank learned that the optimizer has ended.
         if rank in self.lost:
@@ -175,6 +177,7 @@ class JobState:
 
     def tick(self, now_s: float) -> float:
         """Act on what is due; return the latest time for the next call."""
+        self._now_s = now_s
         self._check_lost(now_s)
         if self._immediate_until_s is not None and not self._inactive and now_s >= self._immediate_until_s:
             self._immediate_until_s = None
@@ -343,7 +346,7 @@ class JobState:
             self._immediate_until_s = now_s + _REPORT_IMMEDIATELY_S
         for optimizer in self.optimizers.values():
             if inactive:
-                optimizer.rule.deactivate(rank, out_of_data=out_of_data)
+                optimizer.rule.deactivate(rank, now_s, out_of_data=out_of_data)
             elif rank not in optimizer.dropped:
                 optimizer.rule.activate(rank, now_s)
 
@@ -410,6 +413,12 @@ class JobState:
             optimizer.long_passes = message.most > message.batch
         self._start_fed(now_s)
         self.microbatches.open(rank, message, now_s)
+
+    def _send_lease(self, rank: int, message: Message) -> None:
+        self.outbox.append((rank, message))
+        if isinstance(message, Lease) and message.runs:
+            for optimizer in self.optimizers.values():  # Its step would be closed before it could say so itself.
+                optimizer.rule.has_data(rank, self._now_s)
 
     def _start_fed(self, now_s: float) -> None:
         """Publish at once the mode that needs the loader which has just asked for its first samples."""

@@ -350,7 +350,8 @@ class OptimizerState:
         if served and message.plan_id == self.active.plan_id:
             self.rule.skip_to(message.version)
         self.steps = max(self.steps, message.version)
-        self.losses.note_push(message.version, message.loss, self.world_size)
+        if message.plan_id == self.active.plan_id:
+            self.losses.note_push(message.version, message.loss, self.world_size)
 
     def drop(self, rank: int, message: OptimizerDropped) -> bool:
         """Note that a rank has dropped this optimizer; return whether all have and no collective of it is in flight.

@@ -97,11 +97,11 @@ class Helper:
                     self._carry_on()
                 if engine.failure is not None:
                     continue
-                if engine.helper_tick():
+                if engine.helper_tick() or not engine.must_poll():
                     in_flight_since_s = None
                     continue
-                if not engine.must_poll():
-                    continue
+                if not engine.helper_owns():
+                    in_flight_since_s = None  # It waits for a device, to which the training thread's deadline applies.
                 in_flight_since_s = in_flight_since_s or time.monotonic()
                 if time.monotonic() - in_flight_since_s > self._step_deadline_s:
                     raise DeadlineError(

@@ -1,13 +1,15 @@
 """Periods in which the training thread delivers no gradients: at the end of its data, or in a collective of the user's.
 
-They may be nested, and any thread may start and end one. Engines, servers and the coordinator hear only of the
-outermost period, of its start and its end in this order. Servers confirm the start, so that when a rank leaves the
-user's collective they wait for no rank that is still inside; this rank waits for the confirmation outside the lock.
+They may be nested, and any thread may start one, which the same thread ends. Engines, servers and the coordinator hear
+only of the outermost period, of its start and its end in this order. Servers confirm the start, so that when a rank
+leaves the user's collective they wait for no rank that is still inside; this rank waits for the confirmation outside
+the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
@@ -36,17 +38,24 @@ class Inactivity:
         self._drivers = drivers
         self._send = send
         self._lock = ordered_lock("Inactivity._lock")
-        self._depth = 0
+        self._depth = 0  # Of all threads.
+        self._of_thread = threading.local()
+
+    # Ranks that decide whether to meet must not depend on what other threads of theirs do just then.
 
     @property
     def inside(self) -> bool:
-        """Whether a period is in progress."""
-        return self._depth > 0
+        """Whether a period of the calling thread is in progress."""
+        return self._own_depth > 0
 
     @property
     def nested(self) -> bool:
-        """Whether one period is inside another."""
-        return self._depth > 1
+        """Whether a period of the calling thread is inside another of its own."""
+        return self._own_depth > 1
+
+    @property
+    def _own_depth(self) -> int:
+        return getattr(self._of_thread, "depth", 0)
 
     @contextlib.contextmanager
     def during(self, reason: str, *, out_of_data: bool) -> Iterator[None]:
@@ -63,6 +72,7 @@ class Inactivity:
         Raises:
             DeadlineError: The servers did not confirm it.
         """
+        self._of_thread.depth = self._own_depth + 1
         with self._lock:
             self._depth += 1
             outermost = self._depth == 1
@@ -74,6 +84,7 @@ class Inactivity:
 
     def leave(self, reason: str) -> None:
         """End a period."""
+        self._of_thread.depth = self._own_depth - 1
         with self._lock:
             self._depth -= 1
             if self._depth == 0:

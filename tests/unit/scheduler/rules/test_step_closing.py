@@ -325,7 +325,7 @@ def test_equal_ranks_stay_together_through_many_steps(n: int, quorum: int, jitte
 
 def test_lockstep_waits_a_little_for_a_rank_that_comes_back_from_a_collective() -> None:
     subject = rule(3)
-    subject.deactivate(2, out_of_data=False)
+    subject.deactivate(2, 0.5, out_of_data=False)
     for rank in (0, 1):
         subject.arrive(rank, 0, COMPUTE_S, 1.0)
     order, again_s = subject.evaluate(1.0)
@@ -333,6 +333,35 @@ def test_lockstep_waits_a_little_for_a_rank_that_comes_back_from_a_collective() 
     assert subject.evaluate(0.99 * again_s)[0] is None
     order, _ = subject.evaluate(again_s)
     assert order is not None and (order.reason, order.excused) == ("away", (2,))
+    for rank in (0, 1):
+        subject.arrive(rank, 1, COMPUTE_S, again_s + COMPUTE_S)
+    assert subject.evaluate(again_s + COMPUTE_S)[0] is not None, "once is enough for one that stays away"
+
+
+def test_lockstep_waits_as_long_for_ranks_that_enter_a_collective_behind_the_last_gradient() -> None:
+    """As in a process set whose members come to it at different times: the first one waits for them inside."""
+    subject = rule(4)
+    for rank in (2, 3):
+        subject.arrive(rank, 0, COMPUTE_S, 1.0)
+    subject.deactivate(1, 1.0, out_of_data=False)
+    assert subject.evaluate(5.9) == (None, None), "rank 0 has yet to come"
+    subject.deactivate(0, 6.0, out_of_data=False)
+    order, again_s = subject.evaluate(6.0)
+    assert order is None and again_s is not None and again_s > 6.0 + COMPUTE_S
+    subject.activate(0, 6.1)
+    subject.activate(1, 6.1)
+    assert subject.evaluate(again_s) == (None, None), "both have data"
+
+
+def test_lockstep_waits_for_a_rank_that_has_got_data_and_does_not_say_so_yet() -> None:
+    subject = rule(2)
+    subject.deactivate(1, 1.0, out_of_data=True)
+    subject.arrive(0, 0, COMPUTE_S, 1.0)
+    subject.has_data(1, 2.0)
+    order, again_s = subject.evaluate(2.0)
+    assert order is None and again_s is not None and again_s > 2.0
+    subject.activate(1, 2.1)
+    assert subject.evaluate(again_s) == (None, None)
 
 
 def test_lockstep_does_not_wait_for_a_rank_without_data() -> None:
@@ -346,7 +375,7 @@ def test_lockstep_does_not_wait_for_a_rank_without_data() -> None:
 
 def test_a_rank_whose_return_is_awaited_and_that_delivers_completes_the_step() -> None:
     subject = rule(2)
-    subject.deactivate(1, out_of_data=False)
+    subject.deactivate(1, 1.0, out_of_data=False)
     subject.arrive(0, 0, COMPUTE_S, 1.0)
     assert subject.evaluate(1.0)[0] is None
     subject.arrive(1, 0, COMPUTE_S, 1.01)

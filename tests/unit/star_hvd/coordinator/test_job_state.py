@@ -9,7 +9,7 @@ import pytest
 from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.joins import JoinCalled, JoinedRanks, ProgramCollective
-from star_hvd.channel.messages.leases import LeaseAsk
+from star_hvd.channel.messages.leases import Lease, LeaseAsk
 from star_hvd.channel.messages.microbatches import MicrobatchOpen, MicrobatchShares
 from star_hvd.channel.messages.switch import Commit, Drained, Prepared, Restart
 from star_hvd.config import Config
@@ -65,6 +65,20 @@ def test_collectives_are_passed_on_to_the_ranks_that_have_joined_until_all_have(
     assert job.say(1, reduction) == [reduction] * 2 and job.destinations == [2, 0]
     assert job.say(1, JoinCalled()) == [JoinedRanks([2, 0, 1])]
     assert job.say(1, reduction) == [], "all have data again"
+
+
+def test_no_step_is_closed_without_a_rank_that_has_just_got_samples() -> None:
+    """It became inactive while the coordinator was held up, and is about to work on them."""
+    job = Job(2)
+    job.register(Plan.sync(2))
+    asks = LeaseAsk(0, 0, 64, 4, False, begun=0, ahead=1, load_s=0.0, digest=1, done=[], idle=True)
+    assert only(job.say(0, asks), Lease)
+    job.say(1, m.Away(True, True, "waiting for samples"))
+    job.arrive(0, 0, compute_s=0.3)
+    assert only(job.say(1, asks), Lease) and not only(job.tick(), m.CloseStep)
+    job.say(1, m.Away(False, False, "waiting for samples"))
+    job.now_s += 100.0
+    assert not only(job.tick(), m.CloseStep), "it has data"
 
 
 def test_a_refused_plan_is_abandoned() -> None:

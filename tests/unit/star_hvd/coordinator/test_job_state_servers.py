@@ -73,4 +73,5 @@ def test_as_many_pushes_as_ranks_are_one_loss() -> None:
     job.engine.publish(Plan.ps(3, 2), job.now_s)
     for version in range(8, 12):
         push(version % 3, version, 2, 100.0)
+        push(0, 7, 1, 7.0)  # One of a slower rank, which comes late.
     assert job.engine.window().losses == (1.0, 4.0, 100.0), "no mean of losses of two plans"

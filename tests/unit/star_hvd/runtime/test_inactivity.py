@@ -40,6 +40,28 @@ def test_only_the_outermost_absence_is_told() -> None:
     assert [(message.away, message.out_of_data) for message in sent] == [(True, True), (False, False)]
 
 
+def test_whether_a_thread_meets_does_not_depend_on_another_one() -> None:
+    """One rank's other thread may be in a collective at a moment at which the other ranks' are not."""
+    driver, sent = Driver(), list[Any]()
+    made = Inactivity({0: driver}, sent.append)
+    entered, leaves = threading.Event(), threading.Event()
+
+    def background() -> None:
+        with made.during("allreduce", out_of_data=False):
+            entered.set()
+            assert leaves.wait(DEADLINE_S)
+
+    other = threading.Thread(target=background)
+    other.start()
+    assert entered.wait(DEADLINE_S) and not made.inside
+    with made.during("barrier", out_of_data=False):
+        assert made.inside and not made.nested
+    assert driver.told == [True], "the rank is still inside"
+    leaves.set()
+    other.join(DEADLINE_S)
+    assert driver.told == [True, False] and [message.away for message in sent] == [True, False]
+
+
 def test_nothing_is_sent_before_there_is_an_optimizer() -> None:
     sent = list[Any]()
     made = Inactivity({}, sent.append)
