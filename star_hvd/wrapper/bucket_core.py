@@ -635,11 +635,20 @@ class BucketCore:
                 loss = closure()
             self.synchronize(manual=True)
             assert self._outcome == "member", "closures run in sync only"
+            whole = self.whole_step
             self._end_synchronized()
+            if not whole:
+                raise StarError(
+                    f"a step of {self.base.__name__} ended without a gradient of every rank: some have no more "
+                    "batches, and cannot follow, as its state cannot be sent to them; give all ranks equally many batches "
+                    "(hvd.shard does, or says why it cannot)"
+                )
             self.driver.engine.applier.clip()
             return mean_loss(loss, f"{self.driver.engine.prefix}.loss")
 
         value = self.base.step(self.optimizer, reduced)
+        with self.driver.engine.replica.writing():
+            pass  # LBFGS has written the parameters between its evaluations; they are the step's, not the program's.
         self.driver.end_of_step(was_late=False)
         return value
 

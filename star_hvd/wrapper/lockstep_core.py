@@ -14,7 +14,6 @@ from horovod.common.util import split_list
 from horovod.torch import mpi_ops
 from horovod.torch.functions import broadcast_object
 
-from star_hvd.input.joined import described
 from star_hvd.runtime import runtime
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.unweighted import note_reducing
@@ -25,22 +24,11 @@ Group = tuple[torch.nn.Parameter, ...]
 
 
 def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_set) -> Any:
-    """Return the mean of a closure's loss over the ranks, so that optimizers that depend on it decide alike on all.
-
-    Ranks in `hvd.join` take part with zeros; the mean is over the others.
-    """
+    """Return the mean of a closure's loss over the ranks, so that optimizers that depend on it decide alike on all."""
     if loss is None:
         return None
-    own = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
-    given = {"tensor": torch.tensor([own, 1.0], dtype=torch.float64), "name": name, "op": mpi_ops.Sum}
-    run = runtime.current()
-    if run is None or process_set is not mpi_ops.global_process_set:
-        total = mpi_ops.allreduce(**given, process_set=process_set)
-    else:
-        run.user_calls[name] += 1
-        with run.joined.during(described("allreduce", given, name, run.user_calls[name])):
-            total = mpi_ops.allreduce(**given)
-    return total[0] / total[1]
+    own = torch.as_tensor(float(loss.detach() if isinstance(loss, torch.Tensor) else loss), dtype=torch.float64)
+    return mpi_ops.allreduce(own, name=name, op=mpi_ops.Average, process_set=process_set)
 
 
 def too_many_passes() -> AssertionError:

@@ -232,22 +232,6 @@ def uneven_numbers_of_batches_end_with_join(ctx: Context) -> None:
 
 
 @case(modes=("sync",), last=True)
-def lbfgs_with_uneven_numbers_of_batches_ends_with_join(ctx: Context) -> None:
-    """A rank without data takes part in the mean of the losses too, and counts in none."""
-    model, optimizer = wrapped(ctx.star, lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=1))
-    losses: list[float] = []
-
-    def closure() -> torch.Tensor:
-        optimizer.zero_grad()
-        return differentiate(model, len(losses))
-
-    for _ in range(3 if ctx.rank == 0 else 4):
-        losses.append(float(optimizer.step(closure)))
-    star_hvd.join()
-    assert all_equal({name: p for name, p in model.named_parameters()})
-
-
-@case(modes=("sync",), last=True)
 def a_learning_rate_set_behind_backward_counts_in_its_own_step(ctx: Context) -> None:
     """Also once steps are applied with the leader's, as after an epoch that ended with `join`."""
     model, optimizer = wrapped(ctx.star, Plain.simple)

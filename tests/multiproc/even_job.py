@@ -91,6 +91,23 @@ def few() -> dict[str, Any]:
         return {"error": str(error)}
 
 
+def lbfgs() -> dict[str, Any]:
+    """Rank 0 has a batch less than the others, of their own loader, and joins."""
+    net = make_net()
+    optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=2))
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = net(torch.ones(4, 6, dtype=torch.float64)).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2 if hvd.rank() == 0 else 3):
+        optimizer.step(closure)
+    hvd.join()
+    return {}
+
+
 def short() -> dict[str, Any]:
     """Five batches for four ranks, in two steps: the epoch is over before batch shares can be ordered."""
     return sparse(samples=5 * BATCH)

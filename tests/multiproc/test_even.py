@@ -40,3 +40,9 @@ def test_an_optimizer_that_averages_without_weights_refuses_batch_shares() -> No
 def test_an_epoch_that_cannot_be_divided_is_refused(scenario: str, reason: str) -> None:
     job = _job(scenario)
     assert f"cannot be here: {reason}" in job.output + str(job.results)
+
+
+def test_a_rank_without_batches_is_an_error_of_an_optimizer_whose_state_cannot_be_sent() -> None:
+    """Its loss is averaged over all ranks after every evaluation, and the rank could not follow."""
+    job = _job("lbfgs")
+    assert job.returncode != 0 and "a step of LBFGS ended without a gradient of every rank" in job.output
