@@ -19,6 +19,8 @@ __all__ = ["Source", "order_of", "source_of", "whole_number"]
 
 logger = logging.getLogger("star_hvd")
 
+_OF_WORKERS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout")
+
 
 @dataclass(frozen=True)
 class Source:
@@ -71,8 +73,15 @@ def source_of(
         batch_size or data.batch_size,
         samplers,
         drop_last or bool(data.drop_last),
-        {**loader_options(data), **rest},
+        {**_kept_options(data, rest), **rest},
     )
+
+
+def _kept_options(loader: DataLoader[Any], rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a DataLoader's options; those of its workers only if there are to be any, else torch refuses them."""
+    kept = loader_options(loader)
+    workers = rest.get("num_workers", kept["num_workers"])
+    return {name: value for name, value in kept.items() if workers or name not in _OF_WORKERS}
 
 
 def _warn_of_own_iteration(loader: DataLoader[Any]) -> None:
