@@ -241,7 +241,7 @@ class ShardLoader:
         if self._attached is None or runtime.current() is not self._attached:  # Elastic: a new world.
             self._attached = runtime.ensure(self._config)
             self._number, self._passes = -1, 0
-            self._next_stock = self._asked_as = self._coming = None
+            self._next_stock = self._asked_as = self._coming = self._may_meet = None
         if self._number < 0:
             self._number = self._run.client.loader_number(self)
         # Not left to the first batch: a loop over `zip` takes none of this loader where another one has none for it,
