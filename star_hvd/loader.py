@@ -66,7 +66,8 @@ def shard(
 
     A DataLoader keeps all its settings: workers, collate function, pinning, prefetching, persistent workers, worker
     init, generator, multiprocessing context, timeout, `drop_last`, `in_order`. Only its sampler is replaced: a random
-    or sequential one, or a `DistributedSampler`, by the same order over all ranks; any other sampler or batch sampler
+    or sequential one, or a `DistributedSampler`, by the same order over all ranks (an epoch set on that sampler still
+    counts, as with `ShardLoader.set_epoch`); any other sampler or batch sampler
     is evaluated on every rank and gives the order in which the queue hands out samples. So it has to give every rank
     the order of the whole data set: one that gives a rank its own part, as subclasses of `DistributedSampler` do, is
     refused. A sampler's generator counts by its initial seed: an epoch's order follows from that and its number. For a
@@ -187,6 +188,7 @@ class ShardLoader:
         self._open: _Interrupted | None = None  # The current epoch, or the one left in the middle.
         self._resume: dict[str, Any] | None = None
         self._may_meet: bool | None = None  # Whether ranks may meet within the passes of this stream, once known.
+        self._sampler_epoch = 0  # The last one followed, see `_follow_sampler`.
         self._microbatches, self._warns = microbatches or 0, True
         if self._parts and self._feeder is not None and self._feeder.initializes_workers:
             logger.warning("shard with microbatches and a worker_init_fn: %s", IN_THREAD_NOTE)
@@ -235,6 +237,13 @@ class ShardLoader:
             )
         self.epoch = number
 
+    def _follow_sampler(self) -> None:
+        """Choose the epoch that a program has set on the sampler it had before, if that is another than last time."""
+        epoch = self._order.sampler_epoch if isinstance(self._order, Permutation) else 0
+        if epoch != self._sampler_epoch:
+            self.set_epoch(epoch)
+            self._sampler_epoch = epoch
+
     # ---- an epoch -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
@@ -242,12 +251,14 @@ class ShardLoader:
             self._attached = runtime.ensure(self._config)
             self._number, self._passes = -1, 0
             self._next_stock = self._asked_as = self._coming = self._may_meet = None
+            self._sampler_epoch = 0  # As on a rank that joins now.
         if self._number < 0:
             self._number = self._run.client.loader_number(self)
         # Not left to the first batch: a loop over `zip` takes none of this loader where another one has none for it,
         # and the next iteration is to be the same epoch on all ranks.
         if self._coming is not None:
             self._skip(self._coming)
+        self._follow_sampler()
         coming = self._coming = _Coming(
             *self._next_order(), self._order.expected(), evaluates=not torch.is_grad_enabled()
         )

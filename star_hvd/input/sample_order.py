@@ -77,10 +77,16 @@ class Permutation:
         n_samples: Samples in the data set.
         shuffle: Whether they are permuted.
         seed: Seed of the permutations.
+        replaced: The sampler in whose place it is, if that has epochs.
     """
 
-    def __init__(self, n_samples: int, *, shuffle: bool, seed: int) -> None:
-        self._n, self._shuffle, self.seed = n_samples, shuffle, seed
+    def __init__(self, n_samples: int, *, shuffle: bool, seed: int, replaced: Any = None) -> None:
+        self._n, self._shuffle, self.seed, self._replaced = n_samples, shuffle, seed, replaced
+
+    @property
+    def sampler_epoch(self) -> int:
+        """The epoch that the program has set on the replaced sampler, 0 before any."""
+        return int(getattr(self._replaced, "epoch", 0))
 
     def of(self, epoch: int, saved: Any = None) -> EpochOrder:
         """See `Order`."""

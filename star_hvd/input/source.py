@@ -112,11 +112,13 @@ def order_of(source: Source, *, shuffle: bool | None, seed: int) -> tuple[Order,
     if batch_size < 1:
         raise ValueError(f"shard batch_size is {batch_size!r}; expected a positive number")
     sampler = samplers.get("sampler")
+    replaced = sampler if type(sampler) in (DistributedSampler, ElasticSampler) else None
     if shuffle is not None or sampler is None:
-        return Permutation(len(data), shuffle=shuffle is not False, seed=seed), batch_size
-    if type(sampler) in (DistributedSampler, ElasticSampler):
-        logger.info("shard replaces a %s: the queue shares the samples among the ranks", type(sampler).__name__)
-        return Permutation(len(data), shuffle=bool(sampler.shuffle), seed=int(sampler.seed)), batch_size
+        return Permutation(len(data), shuffle=shuffle is not False, seed=seed, replaced=replaced), batch_size
+    if replaced is not None:
+        logger.info("shard replaces a %s: the queue shares the samples among the ranks", type(replaced).__name__)
+        shuffle, seed = bool(replaced.shuffle), int(replaced.seed)
+        return Permutation(len(data), shuffle=shuffle, seed=seed, replaced=replaced), batch_size
     _refuse_parts(sampler, "sampler")
     if type(sampler) is SequentialSampler:
         return Permutation(len(data), shuffle=False, seed=seed), batch_size

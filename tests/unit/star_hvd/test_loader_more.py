@@ -9,10 +9,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from horovod.torch.elastic import ElasticSampler
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from star_hvd.loader import shard
 from star_hvd.runtime.runtime import Runtime
-from tests.support.loaders import World
+from tests.support.loaders import Numbers, World
 
 
 class Counting(torch.utils.data.IterableDataset[int]):
@@ -48,3 +51,46 @@ def test_whether_a_stream_is_dealt_evenly_is_found_out_again_in_a_new_world(monk
     world.rank = 1
     second = shard(Counting(0.02), 1, batches=20)
     assert [len(batches) for batches in world.epoch([first, second])] == [10, 10]
+
+
+def numbers(batches: Any) -> list[int]:
+    return [int(i) for batch in batches for i in batch]
+
+
+@pytest.mark.parametrize("kind", [DistributedSampler, ElasticSampler])
+def test_an_epoch_set_on_the_replaced_sampler_counts(monkeypatch: pytest.MonkeyPatch, kind: Any) -> None:
+    """As in a program that is changed only where it makes its loader."""
+    World(1, monkeypatch)
+    if kind is ElasticSampler:
+        monkeypatch.setattr("horovod.torch.elastic.sampler.rank", lambda: 0)
+        monkeypatch.setattr("horovod.torch.elastic.sampler.size", lambda: 1)
+    data = Numbers(12)
+    sampler = kind(data, seed=3) if kind is ElasticSampler else kind(data, 1, 0, seed=3)
+    loader, plain = shard(DataLoader(data, 4, sampler=sampler)), shard(data, 4, seed=3)
+    orders = [numbers(plain) for _ in range(8)]
+    sampler.set_epoch(5)
+    assert numbers(loader) == orders[5]
+    assert numbers(loader) == orders[6], "an iteration without set_epoch is of the next epoch"
+    sampler.set_epoch(7)
+    assert numbers(loader) == orders[7]
+    loader.set_epoch(2)
+    assert numbers(loader) == orders[2], "the sampler's epoch is the same as before"
+
+
+def test_the_replaced_sampler_s_epoch_has_to_be_that_of_a_state_of_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
+    World(1, monkeypatch)
+    sampler = DistributedSampler(Numbers(12), 1, 0)
+    loader = shard(DataLoader(Numbers(12), 4, sampler=sampler))
+    sampler.set_epoch(5)
+    batches = iter(loader)
+    begun = numbers([next(batches)])
+    state = loader.state_dict()
+    batches.close()  # type: ignore[attr-defined]
+    assert state["epoch"] == 5
+    loader.load_state_dict(state)
+    sampler.set_epoch(6)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"set_epoch\(6\) on .* is of the middle of epoch 5"):
+            iter(loader)
+    sampler.set_epoch(5)
+    assert sorted(begun + numbers(loader)) == list(range(12))
