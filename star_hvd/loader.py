@@ -634,6 +634,11 @@ def weigh(count: float) -> None:
         hvd.weigh(int(mask.sum()))
         loss.backward()
 
+    With `backward_passes_per_step` above 1 this holds between ranks only: a rank's gradient has the mean of what was
+    given for its passes as weight, and within it they count equally, since they are added up as they are. For the mean
+    over all tokens use `shard(..., microbatches=)`, or divide the sum of each pass's losses by the tokens of all passes
+    and give that number for each.
+
     A gradient is multiplied by its weight, `count / Config.reference_samples`, before it is reduced, and weights are
     added up. With float16 (Horovod's fp16 compressor, or a model of that type) both must stay below 65504: set
     `Config(reference_samples=...)` to a usual `count` of one batch, which makes weights about 1, instead of leaving it

@@ -6,9 +6,8 @@ epoch or in every stage. A loader feeds the training if gradients follow its bat
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 __all__ = ["Feeding"]
 
@@ -35,7 +34,8 @@ class Feeding:
         self._weights: dict[int, deque[float]] = {}
         self._since: list[int] = []  # Those that gave batches since the last gradient, in this order.
         self._times, self._named = 0, -1
-        self._given = math.nan  # Weight that the user gave to the latest batch.
+        self._given: deque[float] = deque(maxlen=_KEPT)  # Weights that the user gave to the passes of a gradient.
+        self._is_given, self._used = False, False  # Whether the latest batch has one; whether a gradient had these.
 
     def begin(self, loader: int) -> None:
         """Note that the program starts an iteration over a loader."""
@@ -62,24 +62,28 @@ class Feeding:
         self._weights[loader].append(weight)
         if loader not in self._since:
             self._since.append(loader)
-        self._given = math.nan
+        self._is_given = False
 
     def weigh(self, weight: float) -> None:
         """Note the weight that the user gives to the latest batch."""
-        self._given = weight
+        if self._used:
+            self._given.clear()
+        self._given.append(weight)
+        self._is_given, self._used = True, False
 
     def weight(self, passes: int) -> float:
         """Return the weight of a gradient that is complete: the mean of the last `passes` batches of the loader.
 
-        1 outside of iterations, as for the batches of any other loader.
+        If the user weighed the latest one, it is the mean of what was given since the last gradient. 1 outside of
+        iterations, as for the batches of any other loader.
         """
         self._choose()
-        if not math.isnan(self._given):
-            return self._given
+        self._used = True
+        if self._is_given:
+            return _mean(self._given, passes)
         if self.loader not in self._open:
             return 1.0
-        recent = list(self._weights.get(self.loader, ()))[-passes:]
-        return sum(recent) / len(recent) if recent else 1.0
+        return _mean(self._weights.get(self.loader, ()), passes)
 
     @property
     def largest(self) -> float:
@@ -96,3 +100,9 @@ class Feeding:
         if self._times >= _SURE and self.loader != self._named:
             self._named = self.loader
             self._found(self.loader)
+
+
+def _mean(weights: Iterable[float], passes: int) -> float:
+    """Return the mean of the last `passes` weights, 1 if there are none."""
+    recent = list(weights)[-passes:]
+    return sum(recent) / len(recent) if recent else 1.0

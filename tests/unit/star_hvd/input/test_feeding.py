@@ -94,6 +94,24 @@ def test_several_passes_weigh_their_mean_and_the_user_s_weight_counts_for_one_ba
     assert program.step(TRAINING, weight=0.5) == 0.5
 
 
+def test_weights_that_the_user_gives_to_several_passes_are_averaged(program: Program) -> None:
+    """Within a loop over a loader, and for batches that come from elsewhere."""
+    feeding = program.feeding
+    for inside in (False, True):
+        if inside:
+            feeding.begin(TRAINING)
+        for first, second in ((3.0, 1.0), (4.0, 8.0)):
+            for weight in (first, second):
+                if inside:
+                    feeding.note(TRAINING, 1.0)
+                feeding.weigh(weight)
+            assert [feeding.weight(2), feeding.weight(2)] == [(first + second) / 2] * 2, "of two buckets"
+    feeding.note(TRAINING, 1.0)
+    feeding.note(TRAINING, 1.0)
+    feeding.weigh(9.0)
+    assert feeding.weight(2) == 9.0, "given once for both passes"
+
+
 def test_an_iteration_inside_one_of_the_same_loader_ends_alone(program: Program) -> None:
     feeding = program.feeding
     feeding.begin(TRAINING)
