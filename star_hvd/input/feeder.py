@@ -60,6 +60,7 @@ IN_THREAD_NOTE = (
 )
 
 _PACE_BATCHES = 16  # Batches whose mean loading time is a rank's pace.
+_PACE_EVERY = 4  # Batches after which it is computed again: that takes tens of microseconds of the training thread.
 _OUTLIER = 4.0  # A batch counts as at most so many times the median one: a worker's first includes what is done once.
 
 
@@ -102,14 +103,18 @@ class Feeder:
         self.ahead = workers * prefetch + 1 if workers else 0  # One batch more than the workers load ahead.
         self._sampler.workers = workers
         self._paces_s: deque[float] = deque(maxlen=_PACE_BATCHES)  # Seconds per sample of the latest batches.
+        self._pace_s, self._since_pace = 0.0, _PACE_EVERY  # Their mean, and batches since it was computed.
 
     def pace_s(self, samples: int) -> float:
         """Return the least seconds between two batches of so many samples that the workers can load; 0 if unknown."""
         workers = self._sampler.workers
         if not workers or len(self._paces_s) < min(_PACE_BATCHES, 2 * workers):
             return 0.0
-        most_s = _OUTLIER * statistics.median(self._paces_s)
-        return samples * statistics.fmean(min(pace_s, most_s) for pace_s in self._paces_s) / workers
+        if self._since_pace >= _PACE_EVERY:
+            most_s = _OUTLIER * statistics.median(self._paces_s)
+            self._pace_s = statistics.fmean(min(pace_s, most_s) for pace_s in self._paces_s)
+            self._since_pace = 0
+        return samples * self._pace_s / workers
 
     def _make(self) -> DataLoader[Any]:
         return DataLoader(self._dataset, batch_sampler=self._sampler, **self._options)
@@ -144,11 +149,12 @@ class Feeder:
                 if on_their_way:
                     on_their_way.popleft()
                 raise
+            number = on_their_way.popleft()  # Out of order it only counts: batches carry their numbers themselves.
             if self._numbered:
-                self._paces_s.append(data.load_s / max(1, data.samples))
-            oldest = on_their_way.popleft()  # Out of order it only counts: batches carry their numbers themselves.
-            number = oldest if self.in_order else data.number
-            data = data.batch if self._numbered else data
+                own_number, data, samples, load_s = data
+                number = number if self.in_order else own_number
+                self._paces_s.append(load_s / max(1, samples))
+                self._since_pace += 1
             batch = begin(number)
             if batch is not None:
                 return batch, data
@@ -177,7 +183,7 @@ class Feeder:
                 else:
                     logger.error("%s", IN_THREAD_NOTE)
             raise
-        return data.batch if self._numbered else data
+        return data[1] if self._numbered else data
 
     def start(self) -> None:
         """Request batches again after a time in which nothing was in stock; none are in progress."""
@@ -295,23 +301,14 @@ def _arrive(number: int, indices: list[Any]) -> list[Any]:
 
 
 class _Numbering:
-    """A collate function that returns the batch together with its number and loading time."""
+    """A collate function that returns number, batch, number of samples, and the seconds that loading it took.
+
+    They are a plain tuple, which is pickled and unpickled faster than an object, and whose contents torch pins.
+    """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
 
-    def __call__(self, samples: Any) -> _Loaded:
+    def __call__(self, samples: Any) -> tuple[int, Any, int, float]:
         batch = self._collate(samples)  # Of any type: `__getitems__` of the data set may return something else.
-        return _Loaded(_number, batch, _size, time.monotonic() - _began_s)
-
-
-class _Loaded:
-    """A batch, its number and its number of samples, and the seconds that loading it took."""
-
-    def __init__(self, number: int, batch: Any, samples: int, load_s: float) -> None:
-        self.number, self.batch, self.samples, self.load_s = number, batch, samples, load_s
-
-    def pin_memory(self) -> _Loaded:
-        """Called by the loader, which pins objects other than tensors and containers by this method."""
-        self.batch = torch.utils.data._utils.pin_memory.pin_memory(self.batch)
-        return self
+        return _number, batch, _size, time.monotonic() - _began_s

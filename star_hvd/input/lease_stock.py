@@ -512,10 +512,13 @@ class LeaseStock:
         """Request more while many are left and something was begun since (else the answer would be the same)."""
         if self._asked or self._over or (self._begun, self._delivered) == self._reported:
             return
-        held = self._held()
         # An answer arrives long before the workers have loaded what is formed. After an empty answer the next would be
         # empty too, unless another rank returns samples.
-        short = self._left() <= self._largest and not self._was_empty
+        left = self._left()
+        short = left <= self._largest and not self._was_empty
+        if not short and left > _ASK_BELOW * self._level:
+            return  # In most calls, of which there are two for each batch.
+        held = self._held()
         if short or held <= _ASK_BELOW * self._level:
             self._ask(urgent=held * self._interval_s < _URGENT_S * self.batch)
 

@@ -168,6 +168,21 @@ def test_the_pace_of_the_workers_is_measured_in_them(options: dict[str, Any]) ->
     assert made.pace_s(2 * SAMPLES) == pytest.approx(2.0 * pace_s)
 
 
+def test_the_pace_follows_a_change_within_a_few_batches() -> None:
+    """It is not computed anew for each, which would take the training thread longer than the rest."""
+    data = _Slow(2e-3)
+    made = feeder.Feeder(data, {"num_workers": 2, "in_order": False})
+    stock: Any = _Stock()
+    made.begin(stock, lambda start, stop: list(range(start, stop)))
+    made.start()
+    paces_s = []
+    for _ in range(24):
+        made.next(stock, lambda number: Batch(number, ()))
+        paces_s.append(made.pace_s(SAMPLES))
+    known = paces_s[3:]
+    assert paces_s[:3] == [0.0] * 3 and all(known) and len(set(known)) == len(known) // 4 + 1
+
+
 class _Whole(torch.utils.data.Dataset[Any]):
     """Loads a batch at once, as one object without a length."""
 
