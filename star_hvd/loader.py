@@ -75,7 +75,8 @@ def shard(
     give each rank a different share; the queue then counts batches.
 
     A loop may draw from several loaders. Each has a queue of its own, so ranks may get different numbers of batches of
-    each; `zip` ends on a rank with the first loader that has no more for it.
+    each; `zip` ends on a rank with the first loader that has no more for it. A loop may fetch one batch ahead, as a
+    prefetcher to the GPU does (not with `microbatches`): that is seen from the second batch before the first gradient.
 
     Args:
         data: A map-style data set, a DataLoader, or either of an `IterableDataset`.
@@ -282,10 +283,12 @@ class ShardLoader:
         # Other ranks may have made steps without this one since the last epoch.
         run.catch_up()
         run.feeding.begin(self._number)
+        exhausted = False
         try:
             yield from (self._epoch_in_parts if self._parts else self._epoch_in_batches)(coming)
+            exhausted = True
         finally:
-            run.feeding.end(self._number)
+            run.feeding.end(self._number, exhausted=exhausted)
 
     def _skip(self, coming: _Coming) -> None:
         """Leave an epoch of which this rank has taken no batch, as if its loop had ended at once."""

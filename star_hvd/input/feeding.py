@@ -2,6 +2,11 @@
 
 A program may iterate over several loaders: for training, for validation in the middle of an epoch, a new one every
 epoch or in every stage. A loader feeds the training if gradients follow its batches.
+
+A loop may fetch a batch ahead: it takes the next one before the gradient of the one it works on, as prefetchers to a
+GPU do, and programs that have to know which batch is the last. Nothing says which batch a gradient is of, so that is
+found from when batches are taken: before an epoch's first gradient there is one too many, before the second not. A loop
+that skips its first batch looks alike, and counts as such a one until its epoch has ended without a gradient.
 """
 
 from __future__ import annotations
@@ -14,6 +19,58 @@ __all__ = ["Feeding"]
 _KEPT = 64  # Weights of each loader; at least as many as `backward_passes_per_step`.
 _LOADERS_KEPT = 8
 _SURE = 2  # Gradients after which a loader counts as the one that feeds the training.
+
+
+class _Batches:
+    """The batches of one loader, and the gradients that follow them.
+
+    Attributes:
+        ahead: Whether the loop over it fetches a batch ahead.
+        last_due: Whether the loop has fetched all batches, and the gradient of the last one is to come.
+    """
+
+    def __init__(self) -> None:
+        self.ahead = self.last_due = False
+        self._weights: deque[float] = deque(maxlen=_KEPT)
+        self._unused = self._gradients = 0  # Batches since the last gradient, and gradients, of this iteration.
+        self._confirmed = self._skips = False  # Whether a gradient has come behind the last batch, or has not.
+
+    def begin(self) -> None:
+        """Start an iteration."""
+        self._skips |= self.last_due and not self._confirmed  # The first batch had no gradient, and none was ahead.
+        self.last_due, self._unused, self._gradients = False, 0, 0
+
+    def note(self, weight: float) -> None:
+        """Note a batch."""
+        self._weights.append(weight)
+        self._unused += 1
+
+    def used(self, passes: int) -> None:
+        """Note a gradient of `passes` batches."""
+        one_more = self._unused == passes + 1
+        if self._gradients == 0:
+            self.ahead = one_more and not self._skips
+        elif self._gradients == 1 and one_more:
+            self.ahead = False  # It takes more batches than it uses in every step.
+        self._unused, self._gradients = 0, self._gradients + 1
+
+    def end(self, *, exhausted: bool) -> None:
+        """End the iteration."""
+        self.last_due = exhausted and self.ahead
+
+    def weight(self, passes: int) -> float:
+        """Return the mean weight of the last batches that a gradient is of, 1 if there are none."""
+        weights = list(self._weights)
+        if self.last_due:
+            self._confirmed = True
+        elif self.ahead:
+            weights.pop()
+        return _mean(weights, passes)
+
+    @property
+    def largest(self) -> float:
+        """The largest recent weight, 0 if there is none."""
+        return max(list(self._weights), default=0.0)
 
 
 class Feeding:
@@ -31,7 +88,7 @@ class Feeding:
         self.loader = -1
         self._found = found
         self._open: list[int] = []  # Loaders that the program iterates over.
-        self._weights: dict[int, deque[float]] = {}
+        self._batches: dict[int, _Batches] = {}
         self._since: list[int] = []  # Those that gave batches since the last gradient, in this order.
         self._times, self._named = 0, -1
         self._given: deque[float] = deque(maxlen=_KEPT)  # Weights that the user gave to the passes of a gradient.
@@ -40,13 +97,33 @@ class Feeding:
     def begin(self, loader: int) -> None:
         """Note that the program starts an iteration over a loader."""
         self._open.append(loader)
+        if loader in self._batches:
+            self._batches[loader].begin()
 
-    def end(self, loader: int) -> None:
-        """Note that an iteration over a loader is over: no gradient is of its batches from here on."""
+    def end(self, loader: int, *, exhausted: bool = False) -> None:
+        """Note that an iteration over a loader is over: no gradient is of its batches from here on.
+
+        Args:
+            loader: The loader.
+            exhausted: Whether the loop has asked for a batch behind the last; if it fetches ahead, the last one's
+                gradient is to come.
+        """
         if loader in self._open:
             self._open.remove(loader)
         if loader not in self._open:
             self._since = [each for each in self._since if each != loader]
+            if loader in self._batches:
+                self._batches[loader].end(exhausted=exhausted)
+
+    def used(self, loader: int) -> None:
+        """Note that the gradient of a loader's latest batch was weighed elsewhere, part by part."""
+        if loader in self._batches:
+            self._batches[loader].used(1)
+
+    def fetches_ahead(self, loader: int) -> bool:
+        """Whether the loop over a loader takes a batch before the gradient of the last one. For any thread."""
+        batches = self._batches.get(loader)
+        return batches is not None and batches.ahead
 
     def note(self, loader: int, weight: float) -> None:
         """Note a batch that a loader hands out.
@@ -55,11 +132,11 @@ class Feeding:
             loader: The loader.
             weight: The batch's weight: its samples over those of a usual batch.
         """
-        if loader not in self._weights:
-            for old in [each for each in self._weights if each not in self._open][: 1 - _LOADERS_KEPT]:
-                del self._weights[old]
-            self._weights[loader] = deque(maxlen=_KEPT)
-        self._weights[loader].append(weight)
+        if loader not in self._batches:
+            for old in [each for each in self._batches if each not in self._open][: 1 - _LOADERS_KEPT]:
+                del self._batches[old]
+            self._batches[loader] = _Batches()
+        self._batches[loader].note(weight)
         if loader not in self._since:
             self._since.append(loader)
         self._is_given = False
@@ -72,30 +149,34 @@ class Feeding:
         self._is_given, self._used = True, False
 
     def weight(self, passes: int) -> float:
-        """Return the weight of a gradient that is complete: the mean of the last `passes` batches of the loader.
+        """Return the weight of a gradient that is complete: the mean of its `passes` batches.
 
         If the user weighed the latest one, it is the mean of what was given since the last gradient. 1 outside of
         iterations, as for the batches of any other loader.
         """
-        self._choose()
+        self._choose(passes)
         self._used = True
         if self._is_given:
             return _mean(self._given, passes)
-        if self.loader not in self._open:
+        batches = self._batches.get(self.loader)
+        if batches is None or not (self.loader in self._open or batches.last_due):
             return 1.0
-        return _mean(self._weights.get(self.loader, ()), passes)
+        return batches.weight(passes)
 
     @property
     def largest(self) -> float:
         """The largest recent weight of the loader that feeds the training, 0 if unknown. For any thread."""
-        return max(list(self._weights.get(self.loader, ())), default=0.0)
+        batches = self._batches.get(self.loader)
+        return 0.0 if batches is None else batches.largest
 
-    def _choose(self) -> None:
+    def _choose(self, passes: int) -> None:
         """Find out which loader the gradient is of: the same as before if it has given a batch since."""
         if not self._since:
             return  # Another bucket, or another step with the same batch.
         since, self._since = self._since, []
         before, self.loader = self.loader, self.loader if self.loader in since else since[0]
+        if self.loader in self._batches:
+            self._batches[self.loader].used(passes)
         self._times = self._times + 1 if self.loader == before else 1
         if self._times >= _SURE and self.loader != self._named:
             self._named = self.loader

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 from scheduler.rules.runs import Run, Span, append, first, samples
 from star_hvd.channel.messages.base import Message, Send
@@ -146,7 +147,9 @@ class Consumption:
         if self._recent and self._recent[-1].spans == spans:
             self._recent.pop()
 
-    def by(self, step: int, now: int = -1, lacking: Callable[[int], float] = lambda own: -1) -> list[Run]:
+    def by(
+        self, step: int, now: int = -1, lacking: Callable[[int], float] = lambda own: -1, *, ahead: bool = False
+    ) -> list[Run]:
         """Return the samples of all batches that parameters of a step contain.
 
         Args:
@@ -154,21 +157,28 @@ class Consumption:
             now: Steps that this rank's parameters have had.
             lacking: Returns the last step whose parameters lack a step that this rank made alone, by its number
                 (`_Begun.own`); infinity if it has not made it yet, -1 if unknown.
+            ahead: Whether the loop takes each batch before the step of the one before it.
         """
         later, contained, contains = float(now), math.inf, deque[bool]()
-        for each in reversed(self._recent):
+        recent = self._used(ahead=ahead and step >= 0)
+        for each in reversed(recent):
             contained, later = (later if each.step < later else contained), float(each.step)
             lacked = lacking(each.own) if each.own >= 0 else each.step
             contains.appendleft(step < 0 or (lacked < step and (each.own < 0 or contained <= step)))
         found = list(self._before)
-        for each, contain in zip(self._recent, contains, strict=True):
+        for each, contain in zip(recent, contains, strict=True):
             for span in each.spans if contain else ():
                 append(found, span)
         return found
 
-    def made(self, own: int) -> list[Span]:
+    def made(self, own: int, *, ahead: bool = False) -> list[Span]:
         """Return the samples of recent steps that this rank has made alone; it has made `own` steps by now."""
-        return [span for each in self._recent if 0 <= each.own < own for span in each.spans]
+        return [span for each in self._used(ahead=ahead) if 0 <= each.own < own for span in each.spans]
+
+    def _used(self, *, ahead: bool) -> list[_Begun]:
+        """Return recent batches that have been used; if fetched ahead, each when the next one is taken."""
+        recent = list(self._recent)
+        return [_Begun(each.spans, then.step, then.own) for each, then in pairwise(recent)] if ahead else recent
 
 
 class LeaseStock:
@@ -191,6 +201,7 @@ class LeaseStock:
         step: Returns the steps that the parameters have had.
         lacking: See `Consumption.by`.
         meets: Returns whether the calling thread would meet the other ranks at the end of the epoch.
+        fetched_ahead: Returns whether the loop over a loader takes each batch before the step of the one before it.
         clock: The time in seconds; only differences count.
     """
 
@@ -213,10 +224,11 @@ class LeaseStock:
         step: Callable[[], int] = lambda: -1,
         lacking: Callable[[int], float] = lambda own: -1,
         meets: Callable[[], bool] = lambda: True,
+        fetched_ahead: Callable[[int], bool] = lambda loader: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._rank, self._clock, self._step, self._meets = rank, clock, step, meets
-        self._lacking = lacking
+        self._lacking, self._fetched_ahead = lacking, fetched_ahead
         self._sizer, self.fixed = sizer or ConstantBatches(batch), fixed
         self.even = even
         self.loader, self.epoch, self.samples, self.batch = loader, epoch, samples, batch
@@ -464,7 +476,7 @@ class LeaseStock:
     def made(self, own: int) -> list[Span]:
         """Return the samples of recent steps that this rank has made alone; it has made `own` steps by now."""
         with self._changed:
-            return self._consumption.made(own)
+            return self._consumption.made(own, ahead=self._fetched_ahead(self.loader))
 
     def end(self) -> None:
         """Note that this rank takes no more samples, and waits for the end of the epoch."""
@@ -558,8 +570,9 @@ class LeaseStock:
         """Handle an answer, a recall, or a question about consumed samples."""
         with self._changed:
             if isinstance(message, ReportConsumed):
-                runs = flat(self._consumption.by(message.step, self._step(), self._lacking))
-                self._send(Consumed(self.loader, self.epoch, message.step, runs))
+                ahead = self._fetched_ahead(self.loader)
+                runs = self._consumption.by(message.step, self._step(), self._lacking, ahead=ahead)
+                self._send(Consumed(self.loader, self.epoch, message.step, flat(runs)))
                 return
             if self.closed:
                 return  # Everything was returned.

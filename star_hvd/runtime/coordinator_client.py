@@ -56,6 +56,8 @@ class CoordinatorClient:
         step: Returns the step that the training thread is at.
         most_samples: Returns the most samples in a batch of a loader that fit in memory, 0 if unknown.
         meets: Returns whether the calling thread would meet the other ranks at the end of an epoch.
+        lacking: See `Consumption.by`.
+        fetched_ahead: Returns whether the loop over a loader takes each batch before the step of the one before it.
         ask_again_s: Time without an answer after which a request for samples is repeated.
     """
 
@@ -69,6 +71,7 @@ class CoordinatorClient:
         most_samples: Callable[[int], int] = lambda loader: 0,
         meets: Callable[[], bool] = lambda: True,
         lacking: Callable[[int], float] = lambda own: -1,
+        fetched_ahead: Callable[[int], bool] = lambda loader: False,
         ask_again_s: float = _ASK_AGAIN_S,
     ) -> None:
         self._config = config
@@ -78,7 +81,7 @@ class CoordinatorClient:
         self._consumed: queue.SimpleQueue[Consumed] = queue.SimpleQueue()
         self._grants: queue.SimpleQueue[messages.Message] = queue.SimpleQueue()
         self._step, self._most_samples, self._meets = step, most_samples, meets
-        self._lacking = lacking
+        self._lacking, self._fetched_ahead = lacking, fetched_ahead
         self._ask_again_s = ask_again_s
         self._sizes: dict[int, BatchSizes] = {}  # By loader.
         # By loader and epoch, of the last two epochs.
@@ -179,6 +182,7 @@ class CoordinatorClient:
             step=self._step,
             lacking=self._lacking,
             meets=self._meets,
+            fetched_ahead=self._fetched_ahead,
         )
         self._keep(stock)
         if ask:

@@ -109,6 +109,7 @@ class Repeats:
             self._part = None
             if in_hand is not None:
                 in_hand.over = True
+                run.feeding.used(loader)
             # Otherwise it is of another loader, inside of whose loop this one's was.
             if in_hand is not None and run.in_hand is in_hand:
                 run.in_hand = in_hand_around(outer, loader)

@@ -236,7 +236,7 @@ class Runtime:
         )
         self.client = CoordinatorClient(
             self.config, self.rank, self.agent, self._raise_what_ends_waits, self._first_step, self._most_samples,
-            lambda: self.meets, self.lacking,
+            lambda: self.meets, self.lacking, self.feeding.fetches_ahead,
         )  # fmt: skip
         self.services = ModeServices(
             self.rank, self.config, self.keyring, self.keyring.job_key(), data_host, self.agent.send, self.drivers,

@@ -91,6 +91,7 @@ class World:
         self.steps = [-1] * ranks
         self.own_steps = [0] * ranks
         self.lacking: list[dict[int, int]] = [{} for _ in range(ranks)]  # See `Consumption.by`.
+        self.ahead = False  # Whether loops fetch a batch ahead.
         self.alone = False  # Whether ranks make their steps without the others.
         self._here = threading.local()
         self._inbox: queue.SimpleQueue[tuple[int, Message] | None] = queue.SimpleQueue()
@@ -173,6 +174,7 @@ class World:
         client = CoordinatorClient(
             Config(), rank, agent, lambda: None, lambda: self.steps[rank],  # type: ignore[arg-type]
             meets=lambda: self.in_training_threads,
+            fetched_ahead=lambda loader: self.ahead,
             lacking=lambda own: math.inf if own >= self.own_steps[rank] else self.lacking[rank].get(own, -1),
         )  # fmt: skip
         if self.state is None:
@@ -196,7 +198,8 @@ class World:
             note_input=lambda *_: None,
             feeding=SimpleNamespace(
                 begin=lambda loader: None,
-                end=lambda loader: None,
+                end=lambda loader, *, exhausted: None,
+                used=lambda loader: None,
                 note=lambda loader, weight: self.weights.append(weight),
             ),
             inactive=lambda reason: contextlib.nullcontext(),

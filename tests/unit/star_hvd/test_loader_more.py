@@ -94,3 +94,25 @@ def test_the_replaced_sampler_s_epoch_has_to_be_that_of_a_state_of_the_middle(mo
             iter(loader)
     sampler.set_epoch(5)
     assert sorted(begun + numbers(loader)) == list(range(12))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_batch_fetched_ahead_is_consumed_with_its_own_step(monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    """Where ranks make their steps together, and where each makes its own, as with servers."""
+    world = World(2, monkeypatch)
+    world.ahead, world.alone = True, alone
+    loaders = world.loaders(Numbers(40), 4, shuffle=False)
+    batches = world.iterators(loaders)
+
+    def consumed() -> list[int]:
+        world.rank = 0
+        bounds = loaders[0].state_dict()["consumed"]
+        return [p for start, stop in zip(bounds[::2], bounds[1::2], strict=True) for p in range(start, stop)]
+
+    world.steps, used = [0, 0], list[int]()
+    fetched = [numbers([world.next(rank, batches[rank])]) for rank in (0, 1)]
+    for step in range(1, 4):
+        following = [numbers([world.next(rank, batches[rank])]) for rank in (0, 1)]
+        used += [i for batch in fetched for i in batch]
+        world.steps, world.own_steps, fetched = [step, step], [step, step], following
+        assert sorted(consumed()) == sorted(used)

@@ -129,3 +129,86 @@ def test_every_one_of_many_loaders_after_another_is_found(program: Program) -> N
         assert [program.step(loader, weight=0.5), program.step(loader)] == [0.5, 1.0]
         program.feeding.end(loader)
     assert program.found == list(range(100))
+
+
+def look_ahead(feeding: Feeding, weights: list[float], passes: int = 1, until: int | None = None) -> list[float]:
+    """An epoch of a loop that fetches a batch ahead; return the weights of its gradients."""
+    found = []
+    feeding.begin(TRAINING)
+    for i in range(len(weights)):
+        if i == 0:
+            feeding.note(TRAINING, weights[0])
+        if i + 1 < len(weights):
+            feeding.note(TRAINING, weights[i + 1])
+        else:
+            feeding.end(TRAINING, exhausted=True)
+        if (i + 1) % passes == 0:
+            found.append(feeding.weight(passes))
+            assert feeding.weight(passes) == found[-1], "another bucket"
+        if i + 1 == until:
+            feeding.end(TRAINING)
+            break
+    return found
+
+
+def test_a_gradient_has_the_weight_of_its_own_batch_if_the_loop_fetches_one_ahead(program: Program) -> None:
+    feeding = program.feeding
+    weights = [1.0, 0.5, 0.75, 2.0, 0.25]
+    assert not feeding.fetches_ahead(TRAINING)
+    for _ in range(2):
+        assert look_ahead(feeding, weights) == weights
+        assert feeding.fetches_ahead(TRAINING)
+    assert look_ahead(feeding, weights, until=3) == weights[:3], "left in the middle"
+    assert feeding.weight(1) == 1.0
+    assert look_ahead(feeding, [0.5]) == [0.5] and look_ahead(feeding, weights) == weights
+    assert program.found == [TRAINING]
+    feeding.begin(TRAINING)
+    assert [program.step(TRAINING, weight=w) for w in weights] == weights and not feeding.fetches_ahead(TRAINING)
+
+
+def test_several_passes_are_of_their_own_batches_if_the_loop_fetches_one_ahead(program: Program) -> None:
+    weights = [1.0, 0.5, 0.25, 0.75, 2.0, 4.0]
+    for _ in range(2):
+        assert look_ahead(program.feeding, weights, passes=2) == [0.75, 0.5, 3.0]
+
+
+def test_batches_without_a_gradient_in_the_middle_shift_no_weight(program: Program) -> None:
+    feeding = program.feeding
+    feeding.begin(TRAINING)
+    for weight in (1.0, 0.5):
+        assert program.step(TRAINING, weight=weight) == weight
+    for weight in (0.25, 0.75):
+        feeding.note(TRAINING, 9.0)
+        assert program.step(TRAINING, weight=weight) == weight
+    assert not feeding.fetches_ahead(TRAINING)
+
+
+def test_a_step_of_two_batches_is_not_taken_for_one_fetched_ahead(program: Program) -> None:
+    feeding = program.feeding
+    for _ in range(2):
+        feeding.begin(TRAINING)
+        for step in range(4):
+            feeding.note(TRAINING, 1.0)
+            weight = program.step(TRAINING, weight=1.0 if step == 0 else 0.5)
+            assert weight == (1.0 if step == 0 else 0.5)
+        assert not feeding.fetches_ahead(TRAINING)
+        feeding.end(TRAINING, exhausted=True)
+        assert feeding.weight(1) == 1.0
+
+
+def test_a_loop_that_skips_its_first_batch_is_known_after_an_epoch(program: Program) -> None:
+    feeding = program.feeding
+    for epoch in range(3):
+        feeding.begin(TRAINING)
+        feeding.note(TRAINING, 9.0)
+        assert program.step(TRAINING, weight=0.5) == (0.5 if epoch else 9.0)
+        assert feeding.fetches_ahead(TRAINING) == (epoch == 0)
+        feeding.end(TRAINING, exhausted=True)
+
+
+def test_a_batch_that_was_weighed_in_parts_is_none_fetched_ahead(program: Program) -> None:
+    feeding = program.feeding
+    feeding.begin(TRAINING)
+    feeding.note(TRAINING, 1.0)
+    feeding.used(TRAINING)
+    assert program.step(TRAINING, weight=0.5) == 0.5 and not feeding.fetches_ahead(TRAINING)

@@ -33,6 +33,8 @@ class Run:
         self.sent: list[Any] = []
         self.agent = SimpleNamespace(send=self.sent.append)
         self.forgotten = 0
+        self.used: list[int] = []  # Loaders whose batch was delivered in parts.
+        self.feeding = SimpleNamespace(used=self.used.append)
         self.drivers = {
             0: SimpleNamespace(
                 whole_only=lambda: whole_only, hold_gradients=frozenset, forget_parts=lambda: self._forget()
@@ -90,7 +92,7 @@ def test_parts_of_a_batch_inside_another_loop_leave_its_micro_batch_in_hand(whol
     assert next(parts) == [0] and run.in_hand is not training
     assert not whole or list(parts) == [[1, 2]]
     parts.close()
-    assert run.in_hand is training and run.forgotten == 0
+    assert run.in_hand is training and run.forgotten == 0 and run.used == [1]
 
 
 def test_parts_may_come_before_the_first_training() -> None:
