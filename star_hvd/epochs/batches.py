@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,8 @@ from star_hvd.runtime.out_of_memory import Repeats, cut_batch
 from star_hvd.runtime.runtime import Runtime
 
 __all__ = ["SOON_S", "EqualRanges", "LeasedBatches", "Leases", "Note", "StreamBatches"]
+
+logger = logging.getLogger("star_hvd")
 
 SOON_S = 0.25  # An answer takes milliseconds; a rank that waits longer becomes inactive, since it gives no gradient.
 _ORDER_S = 5.0  # Longest wait for equal batch shares once they are needed; the order takes milliseconds.
@@ -108,7 +111,7 @@ class LeasedBatches:
         stock, order, feeder = self._stock, self._order, self._feeder
         began_s = time.monotonic()
         while True:
-            found = feeder.next(stock, self._take)
+            found = self._next()
             if found is not None:
                 batch, data = found
                 samples = order.samples(batch.spans)
@@ -123,6 +126,22 @@ class LeasedBatches:
                 feeder.load_s = stock.load_s
                 self._raise_if_uneven(at_end=True)
                 return
+
+    def _next(self) -> tuple[Batch, Any] | None:
+        """Return the next loaded batch, see `Feeder.next`; warn of an error in loading, which a program may catch."""
+        try:
+            return self._feeder.next(self._stock, self._take)
+        except StarError:
+            raise
+        except Exception:
+            self._stock.close()
+            logger.warning(
+                "an error in loading a batch ended this epoch on rank %d, also if the program catches it: %d samples "
+                "go to other ranks; to continue after what cannot be read, catch it in the data set or collate_fn",
+                self._run.rank,
+                self._stock.returned,
+            )
+            raise
 
     def _take(self, number: int) -> Batch | None:
         return self._stock.take(number, *self._run.batch_begins())

@@ -203,6 +203,9 @@ class LeaseStock:
         meets: Returns whether the calling thread would meet the other ranks at the end of the epoch.
         fetched_ahead: Returns whether the loop over a loader takes each batch before the step of the one before it.
         clock: The time in seconds; only differences count.
+
+    Attributes:
+        returned: Samples that it returned when it was closed.
     """
 
     def __init__(
@@ -233,7 +236,7 @@ class LeaseStock:
         self.even = even
         self.loader, self.epoch, self.samples, self.batch = loader, epoch, samples, batch
         self.load_s = load_s
-        self.closed = False
+        self.closed, self.returned = False, 0
         self._drop_last, self._ahead, self._in_order = drop_last, ahead, in_order
         self._digest, self._done = 0, list[int]()
         self._send = send
@@ -491,7 +494,7 @@ class LeaseStock:
         """
         with self._changed:
             if not self.closed:
-                self.closed = True
+                self.closed, self.returned = True, self._left() + self._on_their_way()
                 undone = [] if self._in_order else [b for each in self._formed.values() for s in each.spans for b in s]
                 self._runs.clear()
                 self._formed.clear()

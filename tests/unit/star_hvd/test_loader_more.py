@@ -116,3 +116,27 @@ def test_a_batch_fetched_ahead_is_consumed_with_its_own_step(monkeypatch: pytest
         used += [i for batch in fetched for i in batch]
         world.steps, world.own_steps, fetched = [step, step], [step, step], following
         assert sorted(consumed()) == sorted(used)
+
+
+class Corrupt(Numbers):
+    """One sample cannot be read."""
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise ValueError("corrupt")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_data_set_that_ends_the_epoch_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, workers: int
+) -> None:
+    """A program may catch it and ask for the next batch, which torch's loader would give."""
+    World(1, monkeypatch)
+    batches = iter(shard(Corrupt(12), 2, shuffle=False, num_workers=workers))
+    assert numbers([next(batches), next(batches)]) == [0, 1, 2, 3] and not caplog.messages
+    with pytest.raises(ValueError, match="corrupt"):
+        next(batches)
+    assert next(batches, None) is None
+    warned = [text for text in caplog.messages if "a batch ended this epoch on rank 0, also if the program" in text]
+    assert len(warned) == 1 and ": 8 samples go to other ranks" in warned[0]
