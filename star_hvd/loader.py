@@ -632,7 +632,8 @@ def weigh(count: float) -> None:
     """Weight the current batch's gradient by the number of items its loss averages over (such as tokens), not samples.
 
     Call it before `backward()`, for every batch or micro-batch and on all ranks: the gradient of a step is then the
-    mean over all tokens of the step. Without it, a batch's weight is its number of samples.
+    mean over all tokens of the step. Without it, a batch's weight is its number of samples. What was given holds until
+    the next batch of a `shard` loader, or the end of its loop; in loops without one, until the next call.
 
         hvd.weigh(int(mask.sum()))
         loss.backward()

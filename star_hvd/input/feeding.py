@@ -110,6 +110,8 @@ class Feeding:
         """
         if loader in self._open:
             self._open.remove(loader)
+        if not self._open:
+            self._is_given = False  # What the user gave was of a batch of this loop.
         if loader not in self._open:
             self._since = [each for each in self._since if each != loader]
             if loader in self._batches:

@@ -640,8 +640,8 @@ class BucketCore:
             if not whole:
                 raise StarError(
                     f"a step of {self.base.__name__} ended without a gradient of every rank: some have no more "
-                    "batches, and cannot follow, as its state cannot be sent to them; give all ranks equally many batches "
-                    "(hvd.shard does, or says why it cannot)"
+                    "batches, and cannot follow, as its state cannot be sent to them; give all ranks equally many "
+                    "batches (hvd.shard does, or says why it cannot)"
                 )
             self.driver.engine.applier.clip()
             return mean_loss(loss, f"{self.driver.engine.prefix}.loss")

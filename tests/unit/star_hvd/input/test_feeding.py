@@ -42,6 +42,17 @@ def test_the_weight_of_a_batch_ends_with_its_loop(program: Program) -> None:
     assert program.found == [] and program.feeding.loader == -1
 
 
+def test_what_the_user_gave_ends_with_the_loop_too(program: Program) -> None:
+    program.feeding.begin(TRAINING)
+    program.feeding.note(TRAINING, 0.5)
+    program.feeding.weigh(100.0)
+    assert program.feeding.weight(1) == 100.0
+    program.feeding.end(TRAINING)
+    assert program.feeding.weight(1) == 1.0
+    program.feeding.weigh(30.0)
+    assert program.feeding.weight(1) == program.feeding.weight(1) == 30.0, "of two optimizers, say"
+
+
 def test_a_validation_in_the_middle_changes_nothing(program: Program) -> None:
     feeding = program.feeding
     feeding.begin(TRAINING)
