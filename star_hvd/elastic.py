@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch import elastic as _elastic
 from horovod.torch.elastic import ElasticSampler
@@ -116,7 +117,8 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
         except HostsUpdatedInterrupt as interrupt:
             # Where hosts have only left, too: ranks may be at different steps, and loaders go on from what is synced.
             interrupt.skip_sync = False
-            # Parameters stay as they are: loaders must not go back to the last commit.
+            # Parameters stay as they are: attributes and loaders must not go back to the last commit.
+            ObjectState.save(self)
             for handler in self._handlers.values():
                 if isinstance(handler, _LoaderHandler):
                     handler.save()

@@ -1,10 +1,14 @@
-"""Commits inside a step of micro-batches: each is made once, behind the step, in the order of the other ranks."""
+"""Commits inside a step of micro-batches: each is made once, behind the step, in the order of the other ranks.
+
+Also what the state continues from when hosts were added or removed.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch import elastic as horovod_elastic
 
 from star_hvd import elastic
@@ -67,3 +71,23 @@ def test_that_of_a_step_that_was_left_comes_before_the_next(running: Running, do
     running.inside_step = False  # The loop has ended early; the other ranks wait in their first commit.
     state.commit()
     assert done == ["save", "check"] * 2 and running.behind_step is None
+
+
+@pytest.mark.parametrize("only_removed", [False, True])
+def test_after_a_change_of_hosts_attributes_continue_where_the_parameters_do(
+    monkeypatch: pytest.MonkeyPatch, only_removed: bool
+) -> None:
+    """The parameters stay; attributes of the last commit would have batches trained twice."""
+
+    def changed(self: Any) -> None:
+        raise HostsUpdatedInterrupt(only_removed)
+
+    monkeypatch.setattr(runtime, "current", lambda: None)
+    monkeypatch.setattr(horovod_elastic.TorchState, "check_host_updates", changed)
+    state = elastic.TorchState(batch=10)
+    state.batch = 15
+    with pytest.raises(HostsUpdatedInterrupt) as interrupt:
+        state.check_host_updates()
+    assert not interrupt.value.skip_sync, "ranks may be at different steps"
+    horovod_elastic.TorchState.restore(state)  # What `sync` would broadcast.
+    assert state.batch == 15
