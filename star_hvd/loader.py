@@ -193,7 +193,7 @@ class ShardLoader:
         self._microbatches, self._warns = microbatches or 0, True
         if self._parts and self._feeder is not None and self._feeder.initializes_workers:
             logger.warning("shard with microbatches and a worker_init_fn: %s", IN_THREAD_NOTE)
-        self.repeats = Repeats()
+        self.repeats = Repeats(unweighted)
         self._evaluates = False  # Whether this iteration is for no training: gradients are off.
 
     @property

@@ -30,6 +30,8 @@ import torch
 
 from star_hvd.channel.messages.shares import MemoryLimit
 from star_hvd.input.microbatches import MicrobatchInHand, in_hand_around
+from star_hvd.input.network import meets_in_pass, trained
+from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime.runtime import Runtime
 
 __all__ = ["Repeats", "catch_out_of_memory", "cut_batch"]
@@ -66,9 +68,14 @@ class _Part:
 
 
 class Repeats:
-    """Delivers the batches of one loader, in parts if whole batches would not fit in memory."""
+    """Delivers the batches of one loader, in parts if whole batches would not fit in memory.
 
-    def __init__(self) -> None:
+    Args:
+        unweighted: Returns why gradients cannot be accumulated, if no driver of the runtime's reduces them; else empty.
+    """
+
+    def __init__(self, unweighted: Callable[[], str] = str) -> None:
+        self._unweighted = unweighted
         self._run: Runtime | None = None
         self._loader = -1
         self._part: _Part | None = None  # The part the training loop works on.
@@ -130,7 +137,7 @@ class Repeats:
             return "the job has one rank: use a smaller batch_size"
         if run.steps_ended != self._steps_ended:
             return "a step was begun with the gradient of this batch"
-        reason = next((found for found in (driver.whole_only() for driver in drivers) if found), "")
+        reason = next(filter(None, (driver.whole_only() for driver in drivers)), "") or self._equal_passes(drivers)
         if reason:
             return reason
         covered = part.covered.union(*(driver.hold_gradients() for driver in drivers))
@@ -143,6 +150,14 @@ class Repeats:
             run.rank, part.size, len(self._repeat), limit,
         )  # fmt: skip
         return ""
+
+    def _equal_passes(self, drivers: Sequence[StepDriver]) -> str:
+        """Return why all ranks need equally many passes, empty if they do not: parts are more than the others make."""
+        known = next(filter(None, (driver.equal_batches for driver in drivers)), "") or self._unweighted()
+        # Layers pin the drivers only when they are first used, and the pass may have failed before that.
+        if not known and meets_in_pass(trained(driver.engine.applier.optimizer for driver in drivers)):
+            return "the network has layers that reduce over all ranks within a pass"
+        return known
 
 
 class Repeating(Protocol):
@@ -167,7 +182,9 @@ class catch_out_of_memory:
     then on, larger batches of this rank are split at that size, and under `sync(balanced)` it gets fewer samples, and
     others more, within a few steps. Other errors are raised as usual. So is an out-of-memory error after which nothing
     can be repeated, with the reason in the log: with one sample, after `step()` has started, with a GradScaler, LBFGS,
-    sparse gradients or `backward_passes_per_step`, and in modes in which a rank makes its steps alone.
+    sparse gradients or `backward_passes_per_step`, in modes in which a rank makes its steps alone, where ranks meet
+    inside a pass (`SyncBatchNorm`, a collective that backward goes through), and where Horovod reduces the gradients
+    itself, without weights (`groups`, a process set, the user's compressor, `gradient_predivide_factor`).
 
     Args:
         loader: The loader from `hvd.shard` whose loop this is.

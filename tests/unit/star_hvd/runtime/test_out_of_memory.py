@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from horovod.torch.sync_batch_norm import SyncBatchNorm
 from torch.utils.data.dataloader import default_collate
 
 from scheduler.records import parse_mode
@@ -26,7 +27,9 @@ Point = collections.namedtuple("Point", "x name")  # What torch's collate functi
 class Run:
     """What `Repeats` needs of a runtime."""
 
-    def __init__(self, *, world_size: int = 4, whole_only: str = "") -> None:
+    def __init__(self, *, world_size: int = 4, whole_only: str = "", equal_batches: str = "", net: Any = None) -> None:
+        self.net = net or torch.nn.Linear(1, 1)
+        applier = SimpleNamespace(optimizer=torch.optim.SGD(self.net.parameters(), lr=1.0))
         self.memory, self.world_size, self.rank = MemoryLimits(0), world_size, 1
         self.steps_ended, self.reference_samples = 0, 8.0
         self.in_hand: Any = None
@@ -37,7 +40,11 @@ class Run:
         self.feeding = SimpleNamespace(used=self.used.append)
         self.drivers = {
             0: SimpleNamespace(
-                whole_only=lambda: whole_only, hold_gradients=frozenset, forget_parts=lambda: self._forget()
+                whole_only=lambda: whole_only,
+                hold_gradients=frozenset,
+                forget_parts=lambda: self._forget(),
+                equal_batches=equal_batches,
+                engine=SimpleNamespace(applier=applier),
             )
         }
 
@@ -122,6 +129,7 @@ def test_the_limit_is_sent_and_later_batches_are_cut_to_it() -> None:
         (Run(), 1, "one sample"),
         (Run(whole_only="gradients are sparse"), 8, "gradients are sparse"),
         (Run(), 8, "a step was begun"),
+        (Run(equal_batches="a collective is part of the pass"), 8, "a collective is part of the pass"),
     ],
 )
 def test_what_cannot_be_repeated_is_raised_with_the_reason(
@@ -135,6 +143,23 @@ def test_what_cannot_be_repeated_is_raised_with_the_reason(
                 raise torch.OutOfMemoryError("CUDA out of memory")
     assert reason in caplog.text
     assert not run.sent
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_gradients_that_need_equally_many_passes_are_not_accumulated(
+    meets: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Layers that were not used yet have pinned nothing; optimizers on Horovod's own path are none of the runtime's."""
+    run = Run(net=SyncBatchNorm(4)) if meets else Run()
+    repeats = Repeats() if meets else Repeats(lambda: "reduced by Horovod itself")
+    if not meets:
+        run.drivers.clear()
+    with pytest.raises(torch.OutOfMemoryError):
+        for _ in _deliver(run, repeats, [1, 2]):
+            with catch_out_of_memory(_loader(repeats)):
+                raise torch.OutOfMemoryError("CUDA out of memory")
+    expected = "layers that reduce over all ranks within a pass" if meets else "reduced by Horovod itself"
+    assert expected in caplog.text and not run.sent
 
 
 def test_errors_that_are_none_of_memory_are_raised_as_ever(caplog: pytest.LogCaptureFixture) -> None:
