@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from star_hvd.epochs.batches import SOON_S, Note
+from star_hvd.errors import StarError
 from star_hvd.input.feeder import Feeder
 from star_hvd.input.lease_stock import Batch
 from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock, in_hand_around
@@ -103,6 +104,7 @@ class LeasedMicrobatches:
         first: MicrobatchInHand | None = None
         while self._steps:
             if not self._await_part():
+                self._raise_if_unfinished()
                 if self._outer is None:  # Otherwise the outer loop is in the middle of a step.
                     run.end_step_of_parts()
                 if not stock.next_step():
@@ -117,6 +119,22 @@ class LeasedMicrobatches:
             present = self._put_in_hand(samples, behind=behind)
             first = first or present
             yield data
+
+    def _raise_if_unfinished(self) -> None:
+        """Check that the step that is over for this rank has its gradient: else the others would wait for it in vain.
+
+        Raises:
+            StarError: `step()` was not called with its last micro-batch.
+        """
+        present = self._present
+        if present is None or present.step_called or not self._trains or self._outer is not None:
+            return  # Inside of another loop, what is accumulated is of that loop's step.
+        if any(driver.has_parts() for driver in self._run.drivers.values()):
+            raise StarError(
+                "the last micro-batch of a step gave no gradient, and step() was not called, so the other ranks would "
+                "wait for this one; call backward() and step() for every micro-batch; to leave one out, give it a loss "
+                "of 0 instead of `continue`, such as 0.0 * sum(p.sum() for p in model.parameters())"
+            )
 
     def _await_part(self) -> bool:
         """Reserve the next micro-batch of this step. False if the step is over for this rank."""

@@ -442,6 +442,11 @@ class MicrobatchInHand:
         return self._used
 
     @property
+    def step_called(self) -> bool:
+        """Whether `step()` was called with it, also where that only accumulates."""
+        return self._last is not None
+
+    @property
     def weight(self) -> float:
         """Its weight in the step's gradient; fixed once read."""
         self._used = True

@@ -45,9 +45,10 @@ class Accumulation:
         if part.behind:
             raise StarError(
                 "the loop took a second micro-batch before the first gave a gradient; expected backward() and step() "
-                "for each. A wrapper that fetches batches ahead (to copy them to a GPU, for example) cannot know which "
-                "are taken over by other ranks: leave it out (pin_memory and non_blocking copies work), or leave "
-                "microbatches out of hvd.shard"
+                "for each. One that is to be left out needs a loss of 0 instead of `continue`, such as 0.0 * "
+                "sum(p.sum() for p in model.parameters()). A wrapper that fetches batches ahead (to copy them to a "
+                "GPU, for example) cannot know which are taken over by other ranks: leave it out (pin_memory and "
+                "non_blocking copies work), or leave microbatches out of hvd.shard"
             )
         grad, view = param.grad, bucket.views[position]
         assert grad is not None

@@ -237,6 +237,7 @@ class BucketCore:
         driver.begun = self._begun
         driver.mid_step = self._mid_step
         driver.forget_parts = self._accumulation.clear
+        driver.has_parts = lambda: self._accumulation.count > 0
         driver.whole_only, driver.hold_gradients = self._whole_only, self._hold_gradients
 
     def _mid_step(self) -> bool:

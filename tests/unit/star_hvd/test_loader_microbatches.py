@@ -12,7 +12,7 @@ import pytest
 from scheduler.rules.step_layout import StepLayout
 from star_hvd.channel.messages.microbatches import MicrobatchesClosed, MicrobatchOpen, MicrobatchShares
 from star_hvd.epochs.microbatches import LeasedMicrobatches
-from star_hvd.errors import DeadlineError
+from star_hvd.errors import DeadlineError, StarError
 from star_hvd.input.microbatches import MicrobatchStock
 from tests.support.loaders import ReadyBatches
 
@@ -27,7 +27,8 @@ class Run:
         self.reference_samples = 8.0
         self.forgotten = self.steps_of_parts = 0
         timer = SimpleNamespace(add_outside=lambda seconds: None)
-        self.drivers = {0: SimpleNamespace(timer=timer, forget_parts=self._forget)}
+        self.has_parts = False
+        self.drivers = {0: SimpleNamespace(timer=timer, forget_parts=self._forget, has_parts=lambda: self.has_parts)}
         self.client = SimpleNamespace(await_microbatch=self._await_microbatch, check_wait=self._check_wait)
 
     def _await_microbatch(self, stock: MicrobatchStock, steps_made: int) -> bool:
@@ -83,6 +84,7 @@ def test_the_step_around_an_evaluation_goes_on(run: Run, whole: bool) -> None:
     training = loop(run, 0)
     for taken in range(1, PARTS):
         next(training)
+        run.has_parts = True
         outer, evaluation = run.in_hand, loop(run, 1)
         next(evaluation)
         assert run.in_hand is not outer
@@ -136,6 +138,29 @@ def test_an_evaluation_left_open_gives_back_what_the_training_has_in_hand_by_the
     assert run.in_hand is outer and not run.forgotten
 
 
+def test_a_step_whose_last_micro_batch_was_skipped_is_an_error_at_once(run: Run) -> None:
+    """The other ranks wait for its gradient in the reduction, and this one would wait for them in the next step."""
+    training = loop(run, 0)
+    for taken in range(1, PARTS + 1):
+        next(training)
+        if taken < PARTS:
+            run.has_parts = True
+            assert not run.in_hand.is_last  # As `step()` asks.
+    with pytest.raises(StarError, match="the last micro-batch of a step gave no gradient.*`continue`"):
+        next(training)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_loop_that_gives_no_gradient_or_calls_step_each_time_ends_as_ever(run: Run, trained: bool) -> None:
+    """A gradient may be accumulated behind the step: of a second loss, for an optimizer whose step comes first."""
+    run.has_parts = trained
+    taken = 0
+    for _ in loop(run, 0):
+        taken += 1
+        assert not trained or run.in_hand.is_last == (taken == PARTS)
+    assert taken == PARTS and run.steps_of_parts == 1
+
+
 def without_part(loader: int) -> MicrobatchStock:
     """An epoch of one step that the other rank makes alone."""
     opening = MicrobatchOpen(loader, 0, 1, 8, PARTS, False, 0, 7, [])
@@ -151,9 +176,7 @@ def test_a_rank_without_a_part_waits_for_a_step_only_if_one_follows(run: Run) ->
 
     def whole(*, trains: bool) -> list[Any]:
         feeder = cast(Any, ReadyBatches())
-        return list(
-            LeasedMicrobatches(any_run, without_part(1), nothing, feeder, 1, lambda *_: None, trains=trains)
-        )
+        return list(LeasedMicrobatches(any_run, without_part(1), nothing, feeder, 1, lambda *_: None, trains=trains))
 
     assert whole(trains=False) == []
     with pytest.raises(DeadlineError, match="the other ranks' gradients"):
