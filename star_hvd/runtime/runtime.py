@@ -580,6 +580,11 @@ class Runtime:
 
     # ---- end ------------------------------------------------------------------------------------------------
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it has been stopped: Horovod was shut down, or this rank's world is gone."""
+        return self._stopped
+
     def stop(self, *, drain: bool) -> None:
         """Stop the threads and close the sockets.
 

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from horovod.common.exceptions import HorovodInternalError
+from horovod.torch import mpi_ops
 
 from scheduler.plan.mode_names import parse_again
 from scheduler.records import Plan, PlanError
+from star_hvd import env
 from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier, replayable
@@ -61,6 +63,13 @@ _cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # All of this process; 
 _DETACHED = (
     "an elastic job trains inside a function decorated with hvd.elastic.run, with optimizers that are in the state "
     "given to that function or made inside it; this step was made outside, or with another optimizer"
+)
+
+
+_STOPPED = (
+    "Horovod was shut down and initialized again since this optimizer was wrapped, and this backward pass runs in a "
+    "thread of its own, where the optimizer cannot meet the other ranks; wrap it again by hvd.DistributedOptimizer "
+    "after hvd.init()"
 )
 
 
@@ -326,6 +335,7 @@ class BucketCore:
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._dropped:
             return
+        self._follow()
         overlap = self._overlap
         if overlap is not None and overlap.pending:
             if overlap.waits_for(self._where[param][0].index):
@@ -385,9 +395,12 @@ class BucketCore:
     def whole(self) -> bool:
         """Whether this rank's gradient of the step is complete; False between a step's micro-batches.
 
+        Asked first by every step, so what the step is made with is attached here.
+
         Raises:
             ValueError: `backward_passes_per_step` is above 1, which defines steps in another way.
         """
+        self._follow()
         part = self.in_hand
         if part is None:
             return True
@@ -697,8 +710,22 @@ class BucketCore:
         if self._overlap is not None:
             self._overlap.layout_changed()
 
+    def _follow(self) -> None:
+        """Go on in the new world if Horovod was shut down and initialized again: all ranks make their first step in it.
+
+        An elastic job restarts its optimizers itself, and without Horovod the step raises Horovod's error.
+
+        Raises:
+            StarError: A backward pass came here in a thread of autograd, which is no place for collectives.
+        """
+        if self._attached is None or not self._attached[0].stopped or env.elastic() or not mpi_ops.is_initialized():
+            return
+        if not self._attached[0].in_training_thread():
+            raise StarError(_STOPPED)
+        self.restart(runtime.ensure(self._config))
+
     def restart(self, run: runtime.Runtime) -> None:
-        """Continue in a new world (elastic) with parameters and optimizer state; a partial step is discarded."""
+        """Continue in a new world with parameters and optimizer state; a partial step is discarded."""
         if self._overlap is not None:
             self._overlap.stop()
             self._overlap = None

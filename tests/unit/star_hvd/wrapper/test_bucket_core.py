@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from horovod.torch import mpi_ops
 
 from scheduler.records import Plan
 from star_hvd.config import Config
@@ -18,8 +19,10 @@ from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.device import PARTS, Streams
 from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
+from star_hvd.errors import StarError
 from star_hvd.input.feeding import Feeding
 from star_hvd.modes.driver import StepDriver
+from star_hvd.runtime import runtime
 from star_hvd.wrapper import bucket_core
 from star_hvd.wrapper.bucket_core import BucketCore
 from tests.support.device_world import running
@@ -31,7 +34,7 @@ Hook = Callable[[torch.nn.Parameter], None]
 class Run:
     """As much of a rank's runtime as an optimizer that makes no step asks for."""
 
-    world_size, rank, in_hand = 1, 0, None
+    world_size, rank, in_hand, stopped = 1, 0, None, False
     feeding = Feeding(lambda loader: None)
 
     def __init__(self, give: Callable[[Bucket], None]) -> None:
@@ -131,6 +134,29 @@ def test_a_batch_is_not_repeated_where_memory_ran_out_on_the_way_to_a_reduction(
     with pytest.raises(torch.OutOfMemoryError):
         hooked.gradient(second)
     assert "handed to its reduction" in hooked.core.driver.whole_only()
+
+
+@pytest.mark.parametrize("by_step", [False, True])
+def test_after_a_second_start_the_optimizer_goes_on_in_the_new_world(
+    monkeypatch: pytest.MonkeyPatch, by_step: bool
+) -> None:
+    """The stopped runtime knows neither the loaders' micro-batches nor the mode."""
+    hooked = Hooked(monkeypatch, lambda bucket: None)
+    old, new = hooked.core.run, Run(lambda bucket: None)
+    monkeypatch.setattr(bucket_core, "same_on_all_ranks", lambda params, names, ordered=False: params)
+    monkeypatch.setattr(runtime, "ensure", lambda config: new)
+    monkeypatch.setattr(old, "stopped", True)
+    monkeypatch.setattr(old, "in_training_thread", lambda: by_step, raising=False)
+    assert hooked.core.whole and hooked.core.run is old, "as Horovod is not initialized"
+    monkeypatch.setattr(mpi_ops, "is_initialized", lambda: True)
+    if by_step:
+        assert hooked.core.whole and hooked.core.attached_to(new)  # type: ignore[arg-type]
+        return
+    with pytest.raises(StarError, match="wrap it again"):  # A thread of autograd is no place to meet in.
+        hooked.gradient(hooked.pair[0])
+    monkeypatch.setattr(old, "in_training_thread", lambda: True)
+    hooked.gradient(hooked.pair[0])
+    assert hooked.core.attached_to(new) and hooked.core.pending  # type: ignore[arg-type]
 
 
 # ---- others' steps, while this rank is in the middle of one ----------------------------------------------------------
