@@ -15,6 +15,7 @@ import torch
 from horovod.torch import mpi_ops
 from torch.utils.data import DataLoader, Dataset
 
+from scheduler.rules.microbatches import equal_passes
 from scheduler.rules.runs import Span, without
 from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd import env
@@ -336,20 +337,30 @@ class ShardLoader:
         self._run.asked.check_microbatches()
         self._warn_of_parts()
         order = coming.order
-        stock, steps = self._open_microbatches(coming)
+        stock, layout = self._open_microbatches(coming)
         self._open = interrupted = _Interrupted(coming, stock)
         self.lease_waits.append(0)
         try:
             yield from LeasedMicrobatches(
-                self._run, stock, order, self._feeder, steps, self._note, trains=not self._evaluates
-            )
+                self._run, stock, order, self._feeder, layout.steps, self._note, trains=not self._evaluates,
+                uneven=None if equal_passes(layout) else self._raise_if_ranks_meet,
+            )  # fmt: skip
         finally:
             interrupted.left = True
         self._open = None
         _end_epoch(self._run, self._number, stock.epoch, lambda meets: stock.close())
 
-    def _open_microbatches(self, coming: _Coming) -> tuple[MicrobatchStock, int]:
-        """Open the micro-batches of an epoch; return also its number of steps."""
+    def _raise_if_ranks_meet(self) -> None:
+        reason = self._even_because
+        if reason:
+            raise StarError(
+                f"the last step of an epoch gives {self._run.world_size} ranks with batch_size {self.batch_size} and "
+                f"microbatches {self._parts} different numbers of micro-batches, which cannot be here: {reason}; leave "
+                "samples out so that it has as many for every rank, or pass drop_last=True with a whole number of steps"
+            )
+
+    def _open_microbatches(self, coming: _Coming) -> tuple[MicrobatchStock, StepLayout]:
+        """Open the micro-batches of an epoch; return also their layout."""
         assert self._feeder is not None
         order, done = coming.order, coming.done
         size, parts, feeder = len(order), self._parts, self._feeder
@@ -363,7 +374,7 @@ class ShardLoader:
         )  # fmt: skip
         stock = self._run.client.open_microbatches(layout, opening)
         self._passes, self._positions = self._passes + 1, size
-        return stock, layout.steps
+        return stock, layout
 
     def _warn_of_parts(self) -> None:
         """Warn, once, of what micro-batches do to the network."""

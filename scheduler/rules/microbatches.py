@@ -15,7 +15,8 @@ reduction. The step closes for all ranks when every task is started: nothing is 
 the message, because the last pass is still being computed. The shares of the next step are then made from the latest
 times; earlier if the loader's workers load ahead.
 
-When no tasks are taken over, all ranks have equal shares, and their passes are the user's micro-batches.
+When no tasks are taken over, all ranks have equal shares, and their passes are the user's micro-batches; in a short
+last step equally many of at most that size, if there are tasks enough.
 
 A task is always in exactly one state: in one rank's queue, free because its rank left or gave it back, or started by
 one rank.
@@ -39,7 +40,9 @@ from scheduler.rules.runs import Span
 from scheduler.rules.step_layout import LONGEST, StepLayout
 from scheduler.stats import lower_median
 
-__all__ = ["TRANSFER_S", "Action", "Kind", "MicrobatchPool", "forecast_shares", "moves", "stolen_makespan"]
+__all__ = [
+    "TRANSFER_S", "Action", "Kind", "MicrobatchPool", "equal_passes", "forecast_shares", "moves", "stolen_makespan"
+]  # fmt: skip
 
 Array = npt.NDArray[np.float64]
 
@@ -144,6 +147,24 @@ def _equal(tasks: int, ranks: int, share: int) -> tuple[int, ...]:
     if tasks == share * ranks:
         return (share,) * ranks
     return tuple(tasks // ranks + (rank < tasks % ranks) for rank in range(ranks))
+
+
+def equal_passes(layout: StepLayout) -> bool:
+    """Whether all ranks have equally many passes in every step of an epoch in which no tasks are taken over."""
+    if not layout.steps:
+        return True
+    counts = _equal(layout.tasks(layout.steps - 1), layout.world_size, layout.share)
+    return len({len(_passes(count, max(counts), layout.grain)) for count in counts}) == 1
+
+
+def _passes(count: int, most: int, grain: int) -> list[int]:
+    """Tasks of each pass, at most a micro-batch: as many passes as a rank with `most` tasks has, if each has a task.
+
+    Ranks that meet within their passes need equally many, also in a short step, whose tasks may not divide evenly.
+    """
+    passes = min(count, -(-most // grain))
+    ends = [i * count // passes for i in range(passes + 1)] if passes else []
+    return [stop - first for first, stop in itertools.pairwise(ends)]
 
 
 class Kind(enum.Enum):
@@ -257,7 +278,6 @@ class _Step:
                         queue.insert(at, run)
                 return True
         return False
-
 
     def free_all(self, rank: int, runs: Sequence[Span]) -> bool:
         """Free runs that a rank gives back. If it does not have all of them, return False and change nothing."""
@@ -494,7 +514,7 @@ class MicrobatchPool:
         elif self.steals:  # Nothing is known yet: several passes of different sizes, to learn pace and fixed cost.
             sizes = [pass_sizes(count, cap, layout.grain, 0.0, layout.grain) for count in counts]
         else:
-            sizes = [self._equal_passes(count) for count in counts]
+            sizes = [_passes(count, max(counts), layout.grain) for count in counts]
         begins = list(itertools.accumulate(counts, initial=0))
         queues = [deque([run] if run[0] < run[1] else []) for run in itertools.pairwise(begins)]
         shares = [
@@ -509,11 +529,6 @@ class MicrobatchPool:
         for rank, worker in enumerate(self._workers):
             if not math.isnan(worker.began_s):
                 self.times.note_late(rank, worker.tasks, now_s - worker.began_s, (self.epoch, worker.of_step))
-
-    def _equal_passes(self, count: int) -> list[int]:
-        """Pass sizes equal to the user's micro-batches."""
-        size = self.layout.grain
-        return [min(size, count - first) for first in range(0, count, size)]
 
     def _maybe_close(self, step: int) -> list[Action]:
         found = self._steps[step]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from star_hvd.epochs.batches import SOON_S, Note
@@ -31,6 +31,7 @@ class LeasedMicrobatches:
         steps: Number of steps in the epoch.
         note: See `Note`.
         trains: Whether the loop gives gradients; without, no step follows its own.
+        uneven: Raises an error if ranks meet within their passes, whose numbers differ in this epoch; else None.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class LeasedMicrobatches:
         note: Note,
         *,
         trains: bool = True,
+        uneven: Callable[[], None] | None = None,
     ) -> None:
+        self._uneven = uneven if trains else None
         self._present: MicrobatchInHand | None = None
         self._outer: MicrobatchInHand | None = None  # Of the loop inside of which this one runs.
         self._run, self._stock, self._order, self._feeder = run, stock, order, feeder
@@ -102,6 +105,8 @@ class LeasedMicrobatches:
     def _parts(self) -> Iterator[Any]:
         run, stock = self._run, self._stock
         first: MicrobatchInHand | None = None
+        if self._uneven is not None and self._steps == 1:  # A rank's only pass may be one too many.
+            self._uneven()
         while self._steps:
             if not self._await_part():
                 self._raise_if_unfinished()
@@ -110,6 +115,8 @@ class LeasedMicrobatches:
                 if not stock.next_step():
                     return
                 continue
+            if self._uneven is not None and first is not None and first is self._present and first.used:
+                self._uneven()  # In the first pass ranks have found out whether they meet there.
             began_s, part = time.monotonic(), stock.take()
             data = self._load(part)
             samples = sum(stop - start for start, stop in part.spans)

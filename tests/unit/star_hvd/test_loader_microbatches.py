@@ -161,6 +161,31 @@ def test_a_loop_that_gives_no_gradient_or_calls_step_each_time_ends_as_ever(run:
     assert taken == PARTS and run.steps_of_parts == 1
 
 
+def test_numbers_of_passes_that_differ_are_refused_before_a_rank_would_wait_in_one(run: Run) -> None:
+    """In an epoch of one step before the first pass, else before the second; not where nothing is trained."""
+    any_run, order = cast(Any, run), cast(Any, SimpleNamespace(indices=None))
+
+    def uneven() -> None:
+        raise StarError("different numbers")
+
+    def begun(steps: int, *, trains: bool = True) -> Any:
+        feeder = cast(Any, ReadyBatches())
+        return iter(
+            LeasedMicrobatches(
+                any_run, stock_of(0), order, feeder, steps, lambda *_: None, trains=trains, uneven=uneven
+            )
+        )
+
+    with pytest.raises(StarError, match="different numbers"):
+        next(begun(1))
+    training = begun(2)
+    next(training)
+    assert run.in_hand.weight, "of a gradient"
+    with pytest.raises(StarError, match="different numbers"):
+        next(training)
+    assert len(list(begun(1, trains=False))) == PARTS
+
+
 def without_part(loader: int) -> MicrobatchStock:
     """An epoch of one step that the other rank makes alone."""
     opening = MicrobatchOpen(loader, 0, 1, 8, PARTS, False, 0, 7, [])

@@ -12,8 +12,15 @@ from collections import deque
 import numpy as np
 import pytest
 
-from scheduler.rules.microbatches import TRANSFER_S, Kind, MicrobatchPool, forecast_shares, stolen_makespan
-from scheduler.rules.step_layout import StepLayout
+from scheduler.rules.microbatches import (
+    TRANSFER_S,
+    Kind,
+    MicrobatchPool,
+    equal_passes,
+    forecast_shares,
+    stolen_makespan,
+)
+from scheduler.rules.step_layout import StepLayout, grain
 
 
 def _positions(spans: tuple[tuple[int, int], ...]) -> list[int]:
@@ -247,3 +254,21 @@ def test_a_step_of_many_ranks_is_decided_as_quickly_as_it_is_computed() -> None:
             break
     assert now_s < 6.0  # Without taking over 16.
     assert time.process_time() - began_s < 20.0
+
+
+@pytest.mark.parametrize(("ranks", "batch", "parts"), [(2, 8, 4), (3, 8, 3), (4, 32, 4), (8, 32, 2), (2, 8, 8)])
+def test_without_taking_over_ranks_have_equally_many_passes_in_a_short_step(ranks: int, batch: int, parts: int) -> None:
+    """Ranks that meet within their passes would wait for one that has fewer."""
+    size = grain(batch, parts)
+    for samples in range(1, 2 * ranks * batch):
+        layout = StepLayout(samples, batch, parts, ranks, grain=size)
+        pool, shares = MicrobatchPool(layout), []
+        for rank in range(ranks):
+            shares += [each for each in pool.open(rank, 1, 0.0) if each.kind is Kind.SHARES]
+        assert all(0 < each <= size for found in shares for each in found.sizes)
+        passes = {step: {len(found.sizes) for found in shares if found.step == step} for step in range(layout.steps)}
+        assert equal_passes(layout) == all(len(found) == 1 for found in passes.values()), samples
+        last = layout.tasks(layout.steps - 1)
+        if size > 1 or last % ranks == 0:
+            assert equal_passes(layout) == (last >= ranks), samples
+    assert equal_passes(StepLayout(0, batch, parts, ranks, grain=size))
