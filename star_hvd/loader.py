@@ -190,7 +190,6 @@ class ShardLoader:
         self._open: _Interrupted | None = None  # The current epoch, or the one left in the middle.
         self._resume: dict[str, Any] | None = None
         self._may_meet: bool | None = None  # Whether ranks may meet within the passes of this stream, once known.
-        self._sampler_epoch = 0  # The last one followed, see `_follow_sampler`.
         self._microbatches, self._warns = microbatches or 0, True
         if self._parts and self._feeder is not None and self._feeder.initializes_workers:
             logger.warning("shard with microbatches and a worker_init_fn: %s", IN_THREAD_NOTE)
@@ -240,11 +239,11 @@ class ShardLoader:
         self.epoch = number
 
     def _follow_sampler(self) -> None:
-        """Choose the epoch that a program has set on the sampler it had before, if that is another than last time."""
-        epoch = self._order.sampler_epoch if isinstance(self._order, Permutation) else 0
-        if epoch != self._sampler_epoch:
-            self.set_epoch(epoch)
-            self._sampler_epoch = epoch
+        """Choose the epoch that a program has set on the sampler it had before, if it has set one since last time."""
+        order = self._order
+        if isinstance(order, Permutation) and order.sampler_epoch is not None:
+            self.set_epoch(order.sampler_epoch)
+            order.follow_sampler()
 
     # ---- an epoch -------------------------------------------------------------------------------------------------
 
@@ -253,7 +252,6 @@ class ShardLoader:
             self._attached = runtime.ensure(self._config)
             self._number, self._passes = -1, 0
             self._next_stock = self._asked_as = self._coming = self._may_meet = None
-            self._sampler_epoch = 0  # As on a rank that joins now.
         if self._number < 0:
             self._number = self._run.client.loader_number(self)
         # Not left to the first batch: a loop over `zip` takes none of this loader where another one has none for it,

@@ -416,9 +416,13 @@ class JobState:
 
     def _send_lease(self, rank: int, message: Message) -> None:
         self.outbox.append((rank, message))
-        if isinstance(message, Lease) and message.runs:
-            for optimizer in self.optimizers.values():  # Its step would be closed before it could say so itself.
-                optimizer.rule.has_data(rank, self._now_s)
+        if not isinstance(message, Lease) or not message.runs or rank in self._at_end or rank in self.finished:
+            return
+        ended = (each for (loader, _), each in self._epochs.items() if loader == message.loader and rank in each.ended)
+        if not all(each.over for each in ended):
+            return  # These are for the next epoch.
+        for optimizer in self.optimizers.values():  # Its step would be closed before it could say so itself.
+            optimizer.rule.has_data(rank, self._now_s)
 
     def _start_fed(self, now_s: float) -> None:
         """Publish at once the mode that needs the loader which has just asked for its first samples."""

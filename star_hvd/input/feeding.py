@@ -33,17 +33,21 @@ class _Batches:
         self.ahead = self.last_due = False
         self._weights: deque[float] = deque(maxlen=_KEPT)
         self._unused = self._gradients = 0  # Batches since the last gradient, and gradients, of this iteration.
+        self._noted, self._passes = 0, 1  # Batches of this iteration, and those of a gradient.
         self._confirmed = self._skips = False  # Whether a gradient has come behind the last batch, or has not.
 
     def begin(self) -> None:
         """Start an iteration."""
-        self._skips |= self.last_due and not self._confirmed  # The first batch had no gradient, and none was ahead.
-        self.last_due, self._unused, self._gradients = False, 0, 0
+        complete = self._noted - self._gradients * self._passes >= self._passes  # Else too few for another gradient.
+        # If none came, the first batch had no gradient, and none was ahead.
+        self._skips |= self.last_due and complete and not self._confirmed
+        self.last_due, self._unused, self._gradients, self._noted = False, 0, 0, 0
 
     def note(self, weight: float) -> None:
         """Note a batch."""
         self._weights.append(weight)
         self._unused += 1
+        self._noted += 1
 
     def used(self, passes: int) -> None:
         """Note a gradient of `passes` batches."""
@@ -52,18 +56,20 @@ class _Batches:
             self.ahead = one_more and not self._skips
         elif self._gradients == 1 and one_more:
             self.ahead = False  # It takes more batches than it uses in every step.
-        self._unused, self._gradients = 0, self._gradients + 1
+        self._unused, self._gradients, self._passes = 0, self._gradients + 1, passes
 
     def end(self, *, exhausted: bool) -> None:
         """End the iteration."""
         self.last_due = exhausted and self.ahead
 
+    def confirm(self) -> None:
+        """Note a gradient, whatever its weight: behind the last batch it is that one's."""
+        self._confirmed |= self.last_due
+
     def weight(self, passes: int) -> float:
         """Return the mean weight of the last batches that a gradient is of, 1 if there are none."""
         weights = list(self._weights)
-        if self.last_due:
-            self._confirmed = True
-        elif self.ahead:
+        if self.ahead and not self.last_due:
             weights.pop()
         return _mean(weights, passes)
 
@@ -158,9 +164,11 @@ class Feeding:
         """
         self._choose(passes)
         self._used = True
+        batches = self._batches.get(self.loader)
+        if batches is not None:
+            batches.confirm()
         if self._is_given:
             return _mean(self._given, passes)
-        batches = self._batches.get(self.loader)
         if batches is None or not (self.loader in self._open or batches.last_due):
             return 1.0
         return batches.weight(passes)

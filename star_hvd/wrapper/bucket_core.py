@@ -335,7 +335,8 @@ class BucketCore:
     def _on_gradient(self, param: torch.nn.Parameter) -> None:
         if self._dropped:
             return
-        self._follow()
+        if not self._given:  # Once a pass.
+            self._follow()
         overlap = self._overlap
         if overlap is not None and overlap.pending:
             if overlap.waits_for(self._where[param][0].index):

@@ -74,7 +74,14 @@ def test_an_epoch_set_on_the_replaced_sampler_counts(monkeypatch: pytest.MonkeyP
     sampler.set_epoch(7)
     assert numbers(loader) == orders[7]
     loader.set_epoch(2)
-    assert numbers(loader) == orders[2], "the sampler's epoch is the same as before"
+    assert numbers(loader) == orders[2], "nothing was set on the sampler since"
+    sampler.set_epoch(7)
+    assert numbers(loader) == orders[7], "the same as before, but set again"
+    sampler.set_epoch(0)
+    assert numbers(loader) == orders[0]
+    restored = kind(data, seed=3) if kind is ElasticSampler else kind(data, 1, 0, seed=3)
+    restored.epoch = sampler.epoch
+    assert numbers(shard(DataLoader(data, 4, sampler=restored))) == orders[0]
 
 
 def test_the_replaced_sampler_s_epoch_has_to_be_that_of_a_state_of_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.joins import JoinCalled, JoinedRanks, ProgramCollective
-from star_hvd.channel.messages.leases import Lease, LeaseAsk
+from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseReturn
 from star_hvd.channel.messages.microbatches import MicrobatchOpen, MicrobatchShares
 from star_hvd.channel.messages.switch import Commit, Drained, Prepared, Restart
 from star_hvd.config import Config
@@ -79,6 +79,23 @@ def test_no_step_is_closed_without_a_rank_that_has_just_got_samples() -> None:
     job.say(1, m.Away(False, False, "waiting for samples"))
     job.now_s += 100.0
     assert not only(job.tick(), m.CloseStep), "it has data"
+
+
+def test_a_rank_at_the_end_of_an_epoch_that_asks_for_the_next_one_is_not_waited_for() -> None:
+    job = Job(2)
+    job.register(Plan.sync(2))
+
+    def asks(epoch: int) -> LeaseAsk:
+        return LeaseAsk(0, epoch, 12, 4, False, begun=0, ahead=1, load_s=0.0, digest=1, done=[], idle=True)
+
+    for rank in range(2):
+        assert only(job.say(rank, asks(0)), Lease)
+        job.arrive(rank, 0, compute_s=0.03)
+    job.say(1, m.Away(True, True, "the end of an epoch"))
+    job.say(1, LeaseReturn(0, 0, 4, leaves=True))
+    assert only(job.say(1, asks(1)), Lease), "for when it begins"
+    job.arrive(0, 1, compute_s=0.03)
+    assert only(job.tick(), m.CloseStep)
 
 
 def test_a_refused_plan_is_abandoned() -> None:

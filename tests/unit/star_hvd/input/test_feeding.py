@@ -142,7 +142,9 @@ def test_every_one_of_many_loaders_after_another_is_found(program: Program) -> N
     assert program.found == list(range(100))
 
 
-def look_ahead(feeding: Feeding, weights: list[float], passes: int = 1, until: int | None = None) -> list[float]:
+def look_ahead(
+    feeding: Feeding, weights: list[float], passes: int = 1, until: int | None = None, given: float = 0.0
+) -> list[float]:
     """An epoch of a loop that fetches a batch ahead; return the weights of its gradients."""
     found = []
     feeding.begin(TRAINING)
@@ -153,6 +155,8 @@ def look_ahead(feeding: Feeding, weights: list[float], passes: int = 1, until: i
             feeding.note(TRAINING, weights[i + 1])
         else:
             feeding.end(TRAINING, exhausted=True)
+        if given:
+            feeding.weigh(given)
         if (i + 1) % passes == 0:
             found.append(feeding.weight(passes))
             assert feeding.weight(passes) == found[-1], "another bucket"
@@ -177,10 +181,18 @@ def test_a_gradient_has_the_weight_of_its_own_batch_if_the_loop_fetches_one_ahea
     assert [program.step(TRAINING, weight=w) for w in weights] == weights and not feeding.fetches_ahead(TRAINING)
 
 
+def test_a_loop_that_fetches_one_ahead_may_weigh_its_batches_itself(program: Program) -> None:
+    feeding = program.feeding
+    for _ in range(3):
+        assert look_ahead(feeding, [1.0, 0.5, 0.75], given=30.0) == [30.0] * 3
+        assert feeding.fetches_ahead(TRAINING)
+
+
 def test_several_passes_are_of_their_own_batches_if_the_loop_fetches_one_ahead(program: Program) -> None:
     weights = [1.0, 0.5, 0.25, 0.75, 2.0, 4.0]
     for _ in range(2):
         assert look_ahead(program.feeding, weights, passes=2) == [0.75, 0.5, 3.0]
+        assert look_ahead(program.feeding, weights[:5], passes=2) == [0.75, 0.5], "too few are left for a third"
 
 
 def test_batches_without_a_gradient_in_the_middle_shift_no_weight(program: Program) -> None:
