@@ -189,6 +189,7 @@ class ShardLoader:
         self._coming: _Coming | None = None  # The iteration that is made but not begun.
         self._open: _Interrupted | None = None  # The current epoch, or the one left in the middle.
         self._resume: dict[str, Any] | None = None
+        self._sampler_epoch = 0  # The last one followed, see `_follow_sampler`.
         self._may_meet: bool | None = None  # Whether ranks may meet within the passes of this stream, once known.
         self._microbatches, self._warns = microbatches or 0, True
         if self._parts and self._feeder is not None and self._feeder.initializes_workers:
@@ -238,17 +239,24 @@ class ShardLoader:
             )
         self.epoch = number
 
+    @property
+    def _epoch_of_sampler(self) -> int:
+        return self._order.sampler_epoch if isinstance(self._order, Permutation) else 0
+
     def _follow_sampler(self) -> None:
-        """Choose the epoch that a program has set on the sampler it had before, if it has set one since last time."""
-        order = self._order
-        if isinstance(order, Permutation) and order.sampler_epoch is not None:
-            self.set_epoch(order.sampler_epoch)
-            order.follow_sampler()
+        """Choose the epoch that a program has set on the sampler it had before, if that is another than last time."""
+        epoch = self._epoch_of_sampler
+        if epoch != self._sampler_epoch:
+            self.set_epoch(epoch)
+            self._sampler_epoch = epoch
 
     # ---- an epoch -------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
         if self._attached is None or runtime.current() is not self._attached:  # Elastic: a new world.
+            # What was set before a reset is as on a rank that joins now, but for an epoch whose state all have loaded.
+            known = self._attached is not None and self._resume is not None
+            self._sampler_epoch = self._epoch_of_sampler if known else 0
             self._attached = runtime.ensure(self._config)
             self._number, self._passes = -1, 0
             self._next_stock = self._asked_as = self._coming = self._may_meet = None

@@ -70,10 +70,6 @@ class Order(Protocol):
         ...
 
 
-class _Followed(int):
-    """An epoch of a sampler that a loader has followed; the program replaces it whenever it sets one."""
-
-
 class Permutation:
     """An order that depends only on seed and epoch: that of torch's `DistributedSampler` over all ranks.
 
@@ -86,18 +82,11 @@ class Permutation:
 
     def __init__(self, n_samples: int, *, shuffle: bool, seed: int, replaced: Any = None) -> None:
         self._n, self._shuffle, self.seed, self._replaced = n_samples, shuffle, seed, replaced
-        if self.sampler_epoch == 0:
-            self.follow_sampler()  # It was never set.
 
     @property
-    def sampler_epoch(self) -> int | None:
-        """The epoch that the program has set on the replaced sampler since `follow_sampler`, None if none."""
-        epoch = getattr(self._replaced, "epoch", None)
-        return None if epoch is None or isinstance(epoch, _Followed) else int(epoch)
-
-    def follow_sampler(self) -> None:
-        """Note that its epoch was followed; the program may set the same one again."""
-        self._replaced.epoch = _Followed(self._replaced.epoch)
+    def sampler_epoch(self) -> int:
+        """The epoch that the program has set on the replaced sampler, 0 before any."""
+        return int(getattr(self._replaced, "epoch", 0))
 
     def of(self, epoch: int, saved: Any = None) -> EpochOrder:
         """See `Order`."""

@@ -27,7 +27,8 @@ def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_se
     """Return the mean of a closure's loss over the ranks, so that optimizers that depend on it decide alike on all."""
     if loss is None:
         return None
-    own = torch.as_tensor(float(loss.detach() if isinstance(loss, torch.Tensor) else loss), dtype=torch.float64)
+    number = float(loss.detach() if isinstance(loss, torch.Tensor) else loss)
+    own = torch.as_tensor(number, dtype=torch.float64, device="cpu")
     return mpi_ops.allreduce(own, name=name, op=mpi_ops.Average, process_set=process_set)
 
 
