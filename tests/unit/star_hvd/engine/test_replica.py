@@ -39,6 +39,17 @@ def transitions() -> dict[str, dict[ReplicaState, set[ReplicaState]]]:
 TABLE = transitions()
 
 
+def test_two_steps_that_were_not_to_be_replayed_leave_what_has_to_be_fetched() -> None:
+    calls = Calls()
+    calls.begin()
+    for _ in range(2):
+        calls.step_without_it()
+        calls.catch_up()
+        calls.the_last_one_was_not_to_be_replayed()
+        calls.complete_parameters_are_those_of_their_step()
+        assert calls.replica.state is ReplicaState.STALE
+
+
 @pytest.mark.parametrize("by_helper", [False, True])
 def test_steps_are_not_applied_to_what_the_program_has_loaded(by_helper: bool) -> None:
     applier = new_applier()
@@ -175,7 +186,8 @@ class Calls(RuleBasedStateMachine):
     @rule()
     def the_last_one_was_not_to_be_replayed(self) -> None:
         """Its members worked on the mean, which becomes known one step later."""
-        self.has_wrong_step = self.replica.step == self.ended  # It was replayed on the live parameters already.
+        # It was replayed on the live parameters already; or an earlier one was, and nothing has been fetched since.
+        self.has_wrong_step |= self.replica.step == self.ended
         self.history[-1] = ([value + 1.0 for value in self.history[-1][0]], self.history[-1][1])
         self.job_goes_on_from_history()
         self.last_pushed = None
