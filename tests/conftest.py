@@ -45,7 +45,20 @@ WAITING = ("unit/star_hvd/ps/test_cut_servers.py", "unit/star_hvd/channel/test_h
 JOBS = ("contract", "fault", "gpu", "multiproc", "tools/test_lab_job.py", "tools/test_tsan.py")
 IDLE_JOBS = ("fault/test_freezes.py",)  # Their ranks wait for one that is stopped: two others may run beside.
 _file: list[Path] = []  # That of the test before.
+_config: list[pytest.Config] = []  # Where results are printed: not in a worker.
 LAST_SHARE = 0.3  # Of the files without jobs, as many come at the end.
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Remember where results are printed."""
+    _config[:] = [] if hasattr(config, "workerinput") else [config]
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Name what fails at once: a run that is ended from outside never comes to its summary."""
+    if report.failed and _config:
+        why = next((line for line in report.longreprtext.splitlines() if line.startswith("E  ")), "")
+        _config[0].get_terminal_writer().line(f"\nFAILED {report.nodeid} {why[1:].strip()}", red=True)
 
 
 def _within(item: pytest.Item, names: tuple[str, ...]) -> int:
@@ -74,13 +87,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # Outside of the test's time limit.
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Have only as many jobs at once as there are cores, and a fresh start for collections of garbage in every file."""
-    if _file != [item.path]:
-        _file[:] = [item.path]
-        _freeze()
+    """Have only as many jobs at once as there are cores."""
     busy = _within(item, JOBS) < len(JOBS) and _within(item, IDLE_JOBS) == len(IDLE_JOBS)
     with job_slot() if busy else contextlib.nullcontext():
         return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Give collections of garbage a fresh start in every file; within the time limit, since finalizers may wait."""
+    if _file != [item.path]:
+        _file[:] = [item.path]
+        _freeze()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

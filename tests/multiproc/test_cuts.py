@@ -11,7 +11,7 @@ from tests.multiproc.test_modes import check
 from tests.support.launch import JOB_LIMIT_S
 from tests.support.shared import facts_of
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(4 * JOB_LIMIT_S)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S + 60)]
 
 OF_FOUR = ("sync", "partial(3)", "subgroup(0,1,2)", "grouped(2)", "local(3)", "ps(4)", "ps(1)")
 OF_TWO = ("ps(2)", "ps(1)")

@@ -10,7 +10,7 @@ from tests.multiproc.elsewhere import SCENARIOS, SERVED
 from tests.multiproc.test_modes import check, facts_of
 from tests.support.launch import JOB_LIMIT_S
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(4 * JOB_LIMIT_S)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S + 60)]
 
 MODULE = "tests.multiproc.elsewhere"
 

@@ -11,7 +11,7 @@ from tests.multiproc.modes import LEAST_SWITCHES, WAYS
 from tests.support.launch import JOB_LIMIT_S
 from tests.support.shared import facts_of as shared_facts
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(4 * JOB_LIMIT_S)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S + 60)]
 
 RANKS = 4
 CHECKPOINTS = ("checkpoint:ps(2)", "checkpoint:grouped(2)", "checkpoint:subgroup(0,1,2)", "checkpoint:local(4)")

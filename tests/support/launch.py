@@ -28,7 +28,7 @@ __all__ = ["JOB_LIMIT_S", "DeadlineMissed", "JobResult", "run_job", "write_resul
 REPOSITORY = Path(__file__).resolve().parents[2]
 STUB = Path(__file__).with_name("stub.py")
 RESULTS = "TEST_JOB_RESULTS"  # Environment variable: the folder that the ranks write to.
-JOB_LIMIT_S = 900.0
+JOB_LIMIT_S = 600.0
 """Within this every job of the tests ends, on the busiest machine; only one that hangs is ended by it."""
 SHOWN_LINES = 60
 TERMINATE_GRACE_S = 5.0

@@ -2,7 +2,8 @@
 
 Starting a job takes longer than most scenarios, so scenarios without side effects run one after another. The program
 reports `{"facts": {scenario: ...}, "running": scenario}` (see `launch.write_result`) and takes the names of the
-scenarios as its arguments. If a job ends early, another one runs the scenarios after the one at which it ended.
+scenarios as its arguments. If a job ends early, another one runs the scenarios after the one at which it ended; not if
+it had to be ended because it hung.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ def _jobs(module: str, names: tuple[str, ...], ranks: int) -> list[JobResult]:
             jobs.append(run_job(module, *left, ranks=ranks))
         except DeadlineMissed as missed:
             jobs.append(missed.result)
+            break  # Each further job that hangs would take as long.
         ended = [name for name in _running(jobs[-1]) if name]
         if not ended:
             break

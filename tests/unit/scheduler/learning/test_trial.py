@@ -86,7 +86,7 @@ def test_edited_models_end_no_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(1300)
 def test_many_edited_models_end_no_job(tmp_path: Path) -> None:
     """All two hundred with TEST_EFFORT=10."""
     count = cases(20)
