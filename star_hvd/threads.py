@@ -8,6 +8,7 @@
 - star-coordinator: logs an error; all steps run in lockstep from then on.
 - star-model, star-handshakes, star-resources, star-probe, star-job-log, star-run-log, star-run-sender: log a warning;
   their data is missing from then on.
+- star-close: logs a warning; what it closes stays open until the process ends.
 """
 
 from __future__ import annotations

@@ -49,9 +49,18 @@ _config: list[pytest.Config] = []  # Where results are printed: not in a worker.
 LAST_SHARE = 0.3  # Of the files without jobs, as many come at the end.
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Remember where results are printed."""
+    """Remember where results are printed, and keep the time limits of tests that have failed.
+
+    Both plugins cancel their limits as a test fails, for a debugger; its fixtures then had none to end in.
+    """
     _config[:] = [] if hasattr(config, "workerinput") else [config]
+    for name in () if config.getoption("usepdb") else ("timeout", "faulthandler"):
+        plugin = config.pluginmanager.get_plugin(name)
+        for caller in config.pluginmanager.get_hookcallers(plugin) or ():
+            if caller.name == "pytest_exception_interact":
+                caller._remove_plugin(plugin)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

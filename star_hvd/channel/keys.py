@@ -24,6 +24,7 @@ import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from star_hvd import env
+from star_hvd.channel.closing import CLOSE_S, close_within
 from star_hvd.channel.connection_filter import loopback_source, resolve, route
 from star_hvd.channel.handshake_limiter import DATA_BYTES, HandshakeLimiter, set_limits
 from star_hvd.errors import ChannelError
@@ -314,8 +315,14 @@ class Keyring:
         dealer.connect(route(self.public_key, peer.host, port))
         return dealer
 
-    def close(self) -> None:
-        """Stop the authenticator and destroy the context; threads should have closed their sockets before."""
+    def close(self, deadline_s: float = CLOSE_S) -> None:
+        """Stop the authenticator and destroy the context, at the deadline without waiting for their end.
+
+        Threads should have closed their sockets before.
+        """
         self.limiter.stop()
+        close_within(self._end, "the context of this rank's connections", deadline_s)
+
+    def _end(self) -> None:
         self._authenticator.stop()
         self.context.destroy(linger=500)

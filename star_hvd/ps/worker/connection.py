@@ -16,6 +16,7 @@ import msgpack
 import torch
 import zmq
 
+from star_hvd.channel.closing import CLOSE_S, close_within
 from star_hvd.channel.link import Dealer
 from star_hvd.channel.reliable import TENSORS
 from star_hvd.errors import ChannelError, DeadlineError
@@ -143,7 +144,7 @@ class Line:
         if self._thread.ident is not None:
             self._wake()
             self._thread.join(deadline_s)
-        self._context.destroy(linger=500)
+        close_within(lambda: self._context.destroy(linger=500), "the connection to the parameter servers", CLOSE_S)
         for end in self._wakeup:
             os.close(end)
 

@@ -34,7 +34,7 @@ from tests.unit.star_hvd.ps.test_cluster import assert_equal_state
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BLOCKED_S = 60.0  # No answer takes so long, whatever the machine does.
-RECOVERY_S = 20.0  # Two seconds are promised; a test machine may be busy.
+RECOVERY_S = 60.0  # Two seconds are promised; a test machine may be busy, or stand still for a while.
 
 
 class CutCluster(Cluster):
