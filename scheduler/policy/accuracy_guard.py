@@ -87,8 +87,8 @@ def relative_gradient_noise(plan: Plan, noise: float) -> float:
         noise: phi, in gradients of one rank.
     """
     gradients, n = float(plan.quorum), float(plan.world_size)
-    if plan.mode == "grouped":
-        gradients = n / max(1, len(plan.groups) or plan.group_count)
+    if plan.mode in ("ps", "grouped"):
+        gradients = n / plan.updates_per_step  # Where a group makes an update, the quorum says nothing of its size.
     ratio = float(iterations(noise, gradients)) / float(iterations(noise, n))
     # An update of x of n gradients is x / n as long.
     return ratio * gradients / n if plan.mode in ("ps", "grouped") and plan.lr_rule == "linear" else ratio

@@ -112,6 +112,8 @@ def test_the_noise_scale_says_so() -> None:
     assert relative_gradient_noise(Plan.ps(8, 1), 1e9) == pytest.approx(1.0)  # Shorter by as much as it is noisier.
     assert relative_gradient_noise(Plan.ps(8, 2, lr_rule="none"), 1e9) == pytest.approx(4.0)
     assert relative_gradient_noise(Plan.grouped(8, 4, lr_rule="none"), 1e9) == pytest.approx(4.0)
+    groups = Plan.ps(8, 1, rule="groups", groups=((0, 1, 2, 3), (4, 5, 6, 7)), lr_rule="none")
+    assert relative_gradient_noise(groups, 1e9) == pytest.approx(2.0), "updates of a group of four, not of one gradient"
     guard, plan = AccuracyGuard(), Plan.ps(8, 2, lr_rule="none", plan_id=1)
     assert guard.check(window(steady(8), noise_scale=4.0, end=40), plan) == ""
     assert guard.check(window(steady(8), noise_scale=12.0, end=44), plan) == ""
