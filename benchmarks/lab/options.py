@@ -69,6 +69,21 @@ SPECIAL = {
     "killed-worker": _Special(epochs=12),  # Starting servers takes part of the run.
 }
 
+# Options that the elastic training of scenario killed-worker has no use for, with what it does anyway.
+_NOT_IN_ELASTIC = {
+    "passes": 1,
+    "input_ms_per_sample": 0.0,
+    "workers": 0,
+    "feeding": "shard",
+    "device": "cpu",
+    "microbatches": 1,
+    "accuracy": "bounded",
+    "compression": "none",
+    "background": False,
+    "overlap": False,
+    "log_runs": False,
+}
+
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
@@ -173,6 +188,7 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
     trace = read_trace(args.trace) if args.trace is not None else None
     if trace is not None and args.scenario != "trace":
         raise ScenarioError(f"--trace belongs to scenario trace; the scenario is {args.scenario}")
+    _check_elastic(args)
     scenario = make_scenario(args.scenario, args.ranks, trace, args.slowdown)
     device_ms, fixed_ms = device_times_ms(args, defaults.batch_samples, special.device_ms)
     _check_numbers(args, defaults)
@@ -255,6 +271,23 @@ def _check_numbers(args: argparse.Namespace, defaults: TaskDefaults) -> None:
     ):
         if not least <= value < 1e6:
             raise ValueError(f"{name} is {value}; expected at least {least}")
+
+
+def _check_elastic(args: argparse.Namespace) -> None:
+    """Refuse what scenario killed-worker would not do; its trainings are made by `lab/elastic_worker.py`."""
+    if args.scenario != "killed-worker":
+        return
+    given = [name for name, usual in _NOT_IN_ELASTIC.items() if getattr(args, name) not in (None, usual)]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ScenarioError(
+            f"scenario killed-worker trains in elastic jobs without {names}; leave that out, or use killed-server"
+        )
+    if args.variants is not None and "drop" in _variants(args):
+        raise ScenarioError(
+            "scenario killed-worker has no variant drop, which leaves out slow ranks, and none is slow; leave it out "
+            "of --variants"
+        )
 
 
 def _check_exact(args: argparse.Namespace) -> None:

@@ -192,6 +192,24 @@ class TestOptions:
         with pytest.raises(ValueError, match=re.escape(message)):
             self.spec_of(*words)
 
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (("--compression", "auto", "--overlap"), "without --compression, --overlap; leave that out"),
+            (("--input-ms-per-sample", "2", "--workers", "1"), "without --input-ms-per-sample, --workers"),
+            (("--log-runs",), "without --log-runs"),
+            (("--variants", "plain,drop"), "no variant drop"),
+        ],
+    )
+    def test_what_an_elastic_training_does_not_do_is_refused(self, words: tuple[str, ...], message: str) -> None:
+        with pytest.raises(ScenarioError, match=re.escape(message)):
+            self.spec_of("--scenario", "killed-worker", *words)
+
+    def test_an_elastic_training_has_the_other_options(self) -> None:
+        usual = ("--passes", "1", "--feeding", "shard", "--microbatches", "1")
+        spec = self.spec_of("--scenario", "killed-worker", "--seeds", "1", "--mode", "partial(3)", *usual)
+        assert (spec.seeds, spec.mode, spec.modes) == ((0,), "partial(3)", ("ps(2)",))
+
     def test_an_impossible_scenario_is_skipped(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
