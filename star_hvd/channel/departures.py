@@ -51,7 +51,7 @@ class Departures:
             RankLostError: A silent rank has left.
         """
         silent = self._silent.union(also)
-        self._looks = {rank: look for rank, look in self._looks.items() if rank in silent}
+        self._looks = {rank: look for rank, look in list(self._looks.items()) if rank in silent}
         for rank in sorted(silent):
             at_s, pause_s = self._looks.get(rank, (-math.inf, self._first_s))
             if self._clock() >= at_s:

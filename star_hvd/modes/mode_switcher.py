@@ -20,7 +20,7 @@ from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.state_source import EndedServers, StateSource, StateSources
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.errors import DeadlineError, StarError
+from star_hvd.errors import DeadlineError, RankLostError, StarError
 from star_hvd.locks import ordered_lock
 from star_hvd.modes import switch_protocol as protocol
 from star_hvd.modes.switch_machine import SwitchMachine
@@ -113,7 +113,11 @@ class Services(Protocol):
         ...
 
     def final_state(self, optimizer_id: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
-        """Return the state with which the servers of a plan ended, None if it is no longer available."""
+        """Return the state with which the servers of a plan ended, None if it is no longer available.
+
+        Raises:
+            StarError, RankLostError: This rank has failed, or another one has left: waiting longer is pointless.
+        """
         ...
 
 
@@ -380,7 +384,11 @@ class ModeSwitcher:
             self._take_in(protocol.ServingDue(plan_id))
 
     def _seed_from_servers(self, plan: Plan, ended: protocol.EndedServers) -> None:
-        snapshot = self._source_of(ended).snapshot(ended.step, self._deadline_s)
+        try:
+            snapshot = self._source_of(ended).snapshot(ended.step, self._deadline_s)
+        except (StarError, RankLostError) as error:  # The training thread raises it.
+            self._engine.fail(error)
+            return
         if snapshot is None:
             self._engine.fail(
                 StarError(

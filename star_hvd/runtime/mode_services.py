@@ -284,5 +284,16 @@ class ModeServices:
         self.sessions.begun(optimizer_id, plan)
 
     def final_state(self, optimizer_id: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
-        """Return the state with which the servers of a plan ended at `version`, None if it is no longer available."""
-        return self.sessions.final_state(optimizer_id, plan, version, deadline_s)
+        """Return the state with which the servers of a plan ended at `version`, None if it is no longer available.
+
+        Raises:
+            StarError, RankLostError: This rank has failed, or another one has left, maybe with its server.
+        """
+        driver = self._drivers.get(optimizer_id)
+        if driver is None:
+            return None
+        check = functools.partial(self._check_world, driver.engine)
+        snapshot = self.sessions.final_state(optimizer_id, plan, version, deadline_s, check)
+        if snapshot is None and driver.engine.failure is not None:
+            raise driver.engine.failure
+        return snapshot

@@ -351,10 +351,20 @@ class ServerSessions:
         if not (self._process.alive or self._stopped):  # Given up before all ranks had agreed on the plan.
             supervised(self._recover, "star-ps-recover").start()
 
-    def final_state(self, optimizer_id: int, plan: Plan, version: int, deadline_s: float) -> Snapshot | None:
-        """Return the state with which a plan's servers ended at `version`, None if it is no longer available."""
+    def final_state(
+        self, optimizer_id: int, plan: Plan, version: int, deadline_s: float, check: Callable[[], None]
+    ) -> Snapshot | None:
+        """Return the state with which a plan's servers ended at `version`, None if it is no longer available.
+
+        Args:
+            optimizer_id: Number of the optimizer.
+            plan: The plan.
+            version: The step at which its servers ended.
+            deadline_s: Longest wait.
+            check: As in `Client.pull`; a `StarError` of it ends the wait, any other error is raised.
+        """
         with contextlib.suppress(ChannelError, DeadlineError, StarError):
-            snapshot = self._session_of(optimizer_id, plan).client.state(deadline_s)
+            snapshot = self.client(optimizer_id, plan).state(deadline_s, check=check)
             if snapshot.step == version:
                 return snapshot
         return None

@@ -20,7 +20,7 @@ from star_hvd.engine.meeting import Position, settled
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.replica import ReplicaState
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError
 from star_hvd.modes.driver import StepDriver
 from star_hvd.modes.mode_switcher import ModeSwitcher
 from star_hvd.modes.ps_worker import ServerSteps, StepInfo
@@ -545,3 +545,16 @@ def test_a_state_is_asked_of_the_servers_that_ended_and_then_of_other_ranks() ->
 def test_servers_are_not_asked_once_other_ranks_have_later_steps() -> None:
     made, servers, ranks = behind_servers(5, Snapshot(5, [], []))
     assert made.state_for(0) is ranks.given and servers.asked == []
+
+
+def test_a_rank_that_has_left_fails_the_engine_whose_servers_wait_for_its_state() -> None:
+    gone = RankLostError("rank 1 has left the job")
+
+    class Gone(Servers):
+        def final_state(self, optimizer_id: int, plan: Plan, step: int, deadline_s: float) -> Snapshot | None:
+            raise gone
+
+    made = Rank(2, services=Gone()).under(SERVED).offer(OTHER)
+    made.switcher.announce(OTHER.plan_id, 57)
+    made.run_tasks()
+    assert made.engine.failure is gone

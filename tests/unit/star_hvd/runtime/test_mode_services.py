@@ -12,7 +12,7 @@ import pytest
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.switch import DropSet, MakeSet
 from star_hvd.config import Config
-from star_hvd.errors import StarError
+from star_hvd.errors import DeadlineError, RankLostError, StarError
 from star_hvd.ps.common.layout import LayoutError
 from star_hvd.runtime import mode_services, process_sets, server_sessions
 from star_hvd.runtime.mode_services import ModeServices
@@ -113,3 +113,33 @@ def test_no_other_modes_steps_are_made_for_a_mode_that_has_none() -> None:
     object.__setattr__(plan, "mode", "new")
     with pytest.raises(StarError, match="mode new"):
         services.steps(0, plan)
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["a rank has left", "this rank failed"])
+def test_ended_servers_that_never_answer_hold_nobody_up(lost: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.ps(4, 3, servers=(1,), plan_id=1)
+    engine = SimpleNamespace(failure=None)
+    gone = RankLostError("rank 1 has left the job")
+
+    def check_ranks() -> None:
+        if lost:
+            raise gone
+
+    class Silent:
+        """A connection to servers of which one has gone; its wait calls `check` as `Line.wait` does."""
+
+        def state(self, deadline_s: float, *, check: Any = lambda: None) -> Any:
+            engine.failure = None if lost else StarError("this rank failed")
+            check()
+            raise DeadlineError("no state in time")
+
+    keyring, key = cast(Any, SimpleNamespace(peers=[None] * 4)), cast(Any, None)
+    drivers: Any = {0: SimpleNamespace(engine=engine)}
+    services = ModeServices(
+        0, Config(), keyring, key, "h", lambda *unused, **also: None, drivers, check_ranks=check_ranks
+    )
+    monkeypatch.setattr(services.sessions, "client", lambda *unused: Silent())
+    with pytest.raises(RankLostError if lost else StarError) as raised:
+        services.final_state(0, plan, 5, 60.0)
+    assert raised.value is (gone if lost else engine.failure)
+    assert services.final_state(1, plan, 5, 60.0) is None, "an optimizer that was closed"
