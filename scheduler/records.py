@@ -88,6 +88,7 @@ class StepReport:
             "input_s": times.input_s,
             "cpu_s": times.cpu_s,
             "runqueue_s": times.runqueue_s,
+            "load_s": times.load_s,
             "late": self.late,
             "samples": self.samples,
             "loss": self.loss,
