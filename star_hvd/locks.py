@@ -16,11 +16,11 @@ from star_hvd import env
 __all__ = ["ORDER", "LockOrderError", "ordered_condition", "ordered_lock", "ordered_rlock"]
 
 ORDER = (
-    "Inactivity._lock",
     "GroupSteps._one_at_a_time",
     "Coordinator._lock",
-    "ModeSwitcher._presence",
     "Replica.apply_lock",
+    "Inactivity._lock",
+    "ModeSwitcher._presence",
     "StepEngine.lock",
     "OrderedCollective._changed",
     "HierarchicalCollective._changed",

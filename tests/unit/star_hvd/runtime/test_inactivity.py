@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from star_hvd.errors import DeadlineError
+from star_hvd.modes.mode_switcher import ModeSwitcher
 from star_hvd.runtime.inactivity import Inactivity
+from tests.support.world import World
 
 DEADLINE_S = 10.0
 
@@ -105,3 +107,17 @@ def test_an_absence_that_is_not_confirmed_ends_with_its_block() -> None:
     with pytest.raises(DeadlineError), made.during("barrier", out_of_data=False):
         pytest.fail("it has not begun")
     assert driver.told == [True, False]
+
+
+def test_a_step_hook_may_call_a_collective() -> None:
+    """It runs under the lock of the parameters, as in all modes with a common step."""
+    engine = World(1, world_size=2).engines[0]
+    services: Any = None
+    switcher: Any = ModeSwitcher(
+        0, engine, services, report=lambda *unused: None, unsupported=lambda *unused: None, ranks=services,
+        local=services, later=lambda task: None, deadline_s=1.0, push_deadline_s=1.0,
+    )  # fmt: skip
+    sent: list[Any] = []
+    with engine.replica.apply_lock, Inactivity({0: switcher}, sent.append).during("allreduce", out_of_data=False):
+        assert len(sent) == 1
+    assert len(sent) == 2
