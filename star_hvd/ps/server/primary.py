@@ -22,6 +22,7 @@ from star_hvd.errors import ChannelError
 __all__ = ["Links", "Primary"]
 
 _NOTES_KEPT = 512
+_TELLER = 0  # The rank that records the updates of all ranks, for reports; others need only the notes on their own.
 _MOST_MENTIONS = 16_384  # Ranks named in the notes of one message: about 20 bytes each, of at most 1 MiB.
 Order = dict[str, Any]
 PushId = tuple[int, int]
@@ -99,6 +100,7 @@ class Primary:
         self._reported_cut = False
         self._notes: deque[dict[str, Any]] = deque(maxlen=_NOTES_KEPT)
         self._noted: dict[int, int] = {}
+        self._told: dict[str, Any] | None = None  # The latest result of `_TELLER`, with notes on all ranks.
         self._to_answer: list[tuple[int, int, dict[str, Any]]] = []
         self._held: list[tuple[int, int, dict[str, Any]]] = []  # `moved` results, until the last update is mirrored.
         self._to_order: list[Order] = []
@@ -433,20 +435,31 @@ class Primary:
 
     def _answer(self, rank: int, step: int, kind: str, reason: str = "", **more: Any) -> None:
         memory = self._memory
-        since = self._noted.get(rank, 0)
+        notes = self._notes_since(self._noted.get(rank, 0))
         push_result = {
             "kind": kind,
             "version": memory.rule.version,
             "plan_id": memory.plan_id,
             "applied": memory.applied.get(rank, -1) >= step,
             "reason": reason,
-            "notes": _newest([note for note in self._notes if note["version"] > since]),
+            "notes": _newest([note for note in notes if rank in note["ranks"]]),
             **more,
         }
         self._noted[rank] = memory.rule.version
         memory.push_results[rank] = (step, push_result)
         self._arrived.pop((rank, step), None)
+        if rank == _TELLER:
+            # Not in the journal, which is written with every decision: notes on others only fill reports.
+            push_result = self._told = {**push_result, "notes": _newest(notes)}
         self._to_answer.append((rank, step, push_result))
+
+    def _notes_since(self, version: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for note in reversed(self._notes):
+            if note["version"] <= version:
+                break
+            found.append(note)
+        return found[::-1]
 
     def _answer_cut(self, rank: int, step: int) -> None:
         assert self._memory.cut is not None
@@ -463,6 +476,8 @@ class Primary:
         """Repeat a result, and have the restarted shard send its chunks again."""
         if push_result["kind"] in ("params", "dropped") and shard is not None:
             self._order({"op": "send", "to": [[rank, step]], "only": shard})
+        if rank == _TELLER and self._told is not None:
+            push_result = self._told
         self._to_answer.append((rank, step, push_result))
         self._flush()
 

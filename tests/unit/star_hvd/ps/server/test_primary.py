@@ -213,3 +213,33 @@ def test_what_a_newer_plan_brings_comes_behind_orders_that_were_not_carried_out(
     again.primary.adopt_newer_plan()
     assert next(order["seq"] for shard, order in again.orders if shard == 0) == 1
     assert again.primary.version == 1
+
+
+def test_results_have_the_notes_on_the_own_pushes_and_on_rank_0_all_of_them() -> None:
+    """With one push per update a rank misses the updates of all others: their notes would be most of a result."""
+    plan = Plan.ps(4, 1)
+    process = Process(plan=plan)
+    for step in (1, 2):
+        for rank in (1, 2, 3, 0):
+            pushed(process, rank, step)
+    noted = [[note["ranks"] for note in result["notes"]] for _, _, result in process.push_results]
+    every = [[1], [2], [3], [0]]
+    assert noted == [[[1]], [[2]], [[3]], every] * 2
+    process.primary.push(0, 2, META)
+    assert process.push_results[-1] == process.push_results[-2], "repeated because the connection was made again"
+    again = Process(process.journal, plan)
+    again.primary.push(0, 2, META)
+    (_, _, repeated), told = again.push_results[-1], process.push_results[-1][2]
+    assert repeated == {**told, "notes": told["notes"][-1:]}, "the journal has only what concerns the rank itself"
+
+
+def test_a_rank_s_notes_on_its_own_pushes_do_not_depend_on_the_number_of_ranks() -> None:
+    plan = Plan.ps(32, 1)
+    process, sizes = Process(plan=plan), []
+    for step in (1, 2, 3):
+        for rank in range(32):
+            pushed(process, rank, step)
+            process.carry_out()
+        sizes.append(len(process.journal or b""))
+    assert all(len(result["notes"]) == 1 for rank, _, result in process.push_results if rank)
+    assert sizes[2] - sizes[1] < 512, "notes on 32 updates are larger"
