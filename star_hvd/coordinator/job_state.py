@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +79,8 @@ logger = logging.getLogger("star_hvd")
 ALL = -1  # Destination: every rank.
 _TIDY_INTERVAL_S = 5.0  # Between two searches for unused process sets.
 _UNLIKELY = 3  # Every third state source named is a rank that is not known to have the state.
+_JOINS_INTERVAL_S = 0.05  # Between two lists of the ranks in `join`, in jobs of more than `_FEW` ranks.
+_FEW = 16
 _MAX_OPEN = 4096  # Maximum number of optimizers, and of loaders' epochs, that are kept.
 _OWN_PACE = ("subgroup", "ps", "grouped")  # Families of plans in which all or some ranks step on their own.
 _EPOCHS_KEPT = 64  # Epochs that have ended on all ranks: a state of the middle of one may still be wanted.
@@ -143,6 +146,10 @@ class JobState:
         self._closed: set[int] = set()
         self._inactive: dict[int, float] = {}  # Inactive ranks and since when.
         self._joined: list[int] = []  # Ranks in the program's `join`, in the order in which they came.
+        self._joins_due_s = now_s  # When the next list of them may be sent.
+        self._joins_sent = True  # Whether all ranks have been sent the present list.
+        # By counter and position in `_joined`, the latest operation described to that rank.
+        self._described: dict[str, list[int]] = {}
         self._closing: set[int] = set()  # Ranks that are closing an optimizer.
         self._in_collective: set[int] = set()  # Ranks in a collective of the user's program.
         self._absent: set[int] = set()
@@ -182,7 +189,7 @@ class JobState:
         if self._immediate_until_s is not None and not self._inactive and now_s >= self._immediate_until_s:
             self._immediate_until_s = None
             self._broadcast(ReportImmediately(False))
-        wake_s = now_s + self._config.heartbeat_s
+        wake_s = min(now_s + self._config.heartbeat_s, self._send_joined(now_s))
         optimizers = self.optimizers.values()
         due = self.links.due(
             now_s,
@@ -273,14 +280,41 @@ class JobState:
     def _join_called(self, rank: int, message: JoinCalled, now_s: float) -> None:
         if rank not in self._joined:
             self._joined.append(rank)
-        self._broadcast(JoinedRanks(list(self._joined)))
+        self._joins_sent = False
+        self._send_joined(now_s)
         self._unblock(now_s)
         if len(self._joined) == self.world_size:
             self._joined.clear()
+            self._described.clear()
             self._align(now_s)
 
+    def _send_joined(self, now_s: float) -> float:
+        """Send all ranks the list of those in `join` if it has changed; return when to call this again.
+
+        A message to all ranks for each of many joins, which come at about the same time, would take rank 0 seconds.
+        """
+        if self._joins_sent:
+            return math.inf
+        if now_s < self._joins_due_s and _FEW < self.world_size != len(self._joined):
+            return self._joins_due_s
+        self._joins_sent, self._joins_due_s = True, now_s + _JOINS_INTERVAL_S
+        self._broadcast(JoinedRanks(list(self._joined)))
+        return math.inf
+
     def _program_collective(self, rank: int, message: ProgramCollective, now_s: float) -> None:
-        self.outbox.extend((joined, message) for joined in self._joined)
+        """Pass on a collective, which all active ranks describe, once to each joined rank: it would drop the others."""
+        if not self._joined:
+            return
+        if len(self._described) >= _MAX_OPEN:  # Ranks choose the names. What is described again is dropped there.
+            self._described.clear()
+        numbers = self._described.setdefault(message.counter, [])
+        numbers += [0] * (len(self._joined) - len(numbers))
+        # A rank that joined later has been described no later operation, so the ranks that lack it are the last ones.
+        first = len(numbers)
+        while first and numbers[first - 1] < message.number:
+            first -= 1
+            numbers[first] = message.number
+        self.outbox.extend((joined, message) for joined in self._joined[first:])
 
     def _lease_return(self, rank: int, message: LeaseReturn, now_s: float) -> None:
         self._leases.give_back(rank, message, now_s)

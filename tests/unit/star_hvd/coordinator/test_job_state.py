@@ -62,9 +62,46 @@ def test_collectives_are_passed_on_to_the_ranks_that_have_joined_until_all_have(
     assert job.say(2, JoinCalled()) == [JoinedRanks([2])] and job.destinations == [ALL]
     assert job.say(0, reduction) == [reduction] and job.destinations == [2]
     assert job.say(0, JoinCalled()) == [JoinedRanks([2, 0])]
-    assert job.say(1, reduction) == [reduction] * 2 and job.destinations == [2, 0]
+    assert job.say(1, reduction) == [reduction] and job.destinations == [0], "rank 2 has it already"
     assert job.say(1, JoinCalled()) == [JoinedRanks([2, 0, 1])]
     assert job.say(1, reduction) == [], "all have data again"
+
+
+def test_a_collective_that_several_ranks_describe_is_passed_on_once_to_each_joined_rank() -> None:
+    def loss(number: int, counter: str = "named") -> ProgramCollective:
+        return ProgramCollective("allreduce", "loss", counter, number, False, [0], ["float32"], "cpu", 1, 1.0, 1.0)
+
+    def told(rank: int, collective: ProgramCollective) -> list[int]:
+        return job.destinations if job.say(rank, collective) else []
+
+    job = Job(5)
+    job.say(3, JoinCalled())
+    assert [told(rank, loss(7)) for rank in (0, 1, 2)] == [[3], [], []]
+    assert told(0, loss(7, "allreduce_async")) == [3], "counted on its own"
+    job.say(2, JoinCalled())
+    assert told(0, loss(7)) == [2], "described again as another has joined, to which it is new"
+    assert [told(rank, loss(8)) for rank in (1, 0)] == [[3, 2], []]
+    assert told(1, loss(7)) == [] and told(1, loss(7, "allreduce_async")) == [2]
+    job.say(4, JoinCalled())
+    assert [told(0, loss(number)) for number in (6, 7, 8)] == [[4]] * 3, "several in progress, in their sequence"
+    job.say(0, JoinCalled())
+    job.say(1, JoinCalled())
+    job.say(1, JoinCalled())
+    assert told(0, loss(1)) == [1], "after all have joined, numbers may begin anew"
+
+
+def test_the_list_of_joined_ranks_is_sent_at_once_or_soon_and_not_for_each_of_many() -> None:
+    job = Job(64)
+    lists = [job.say(rank, JoinCalled()) for rank in range(62)]
+    assert lists == [[JoinedRanks([0])]] + [[]] * 61
+    assert job.state.tick(job.now_s) <= job.now_s + 0.1 and not only(job.sent(), JoinedRanks)
+    job.now_s += 0.1
+    assert only(job.tick(), JoinedRanks) == [JoinedRanks(list(range(62)))]
+    assert not only(job.tick(), JoinedRanks), "nothing has changed"
+    assert job.say(62, JoinCalled()) == []
+    assert job.say(63, JoinCalled()) == [JoinedRanks(list(range(64)))], "nobody waits longer than necessary"
+    job.now_s += 0.1
+    assert not only(job.tick(), JoinedRanks), "all have data again"
 
 
 def test_no_step_is_closed_without_a_rank_that_has_just_got_samples() -> None:
