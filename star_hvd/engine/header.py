@@ -1,9 +1,10 @@
 """The small vector reduced with every step: agreement, hyperparameters and statistics, in band.
 
 Every rank adds its own numbers and all ranks read the same sums in the same step, so decisions based on them are the
-same everywhere without another message. Layout, float32: `_FIXED` common slots; then four slots per hyperparameter
-(the 64 bits of a float64 in four exact 16-bit pieces, filled only by the leader); then one slot per rank: its number
-of own steps plus one, positive if its gradient is fresh, negative if its helper contributed for it.
+same everywhere without another message. Layout, float32: `_FIXED` common slots, the last of which are a checksum and a
+plan id in pieces; then four slots per hyperparameter (the 64 bits of a float64 in four exact 16-bit pieces, filled only
+by the leader); then one slot per rank: its number of own steps plus one, positive if its gradient is fresh, negative if
+its helper contributed for it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ __all__ = ["Contribution", "Header", "HeaderCodec"]
 _FIELDS = (
     "fresh",
     "flag_count",
-    "flag_plan_id",
-    "flag_plan_id_sqr",
     "manual",
     "loss_sum",
     "loss_count",
@@ -39,8 +38,11 @@ _FIELDS = (
     "interval_count",
     "no_overlap",
 )
-_PIECES, _PIECE_BITS = 4, 6  # Of a checksum: sums of the pieces and their squares are exact in float32 to 4227 ranks.
-_FIXED = len(_FIELDS) + 2 * _PIECES
+# Of a number on whose value ranks agree: sums of the pieces and their squares are exact in float32 to 4227 ranks.
+_PIECES, _PIECE_BITS = 4, 6
+_CHECKSUM = len(_FIELDS)
+_PLAN_ID = _CHECKSUM + 2 * _PIECES
+_FIXED = _PLAN_ID + 2 * _PIECES
 _SLOT = {name: i for i, name in enumerate(_FIELDS)}
 
 
@@ -51,7 +53,8 @@ class Contribution:
     Attributes:
         fresh: Whether the rank's own gradient is in this step.
         own_steps: Gradients the rank has computed so far.
-        flag_plan_id_delta: Id of the prepared plan minus that of the active one, None when no plan is prepared.
+        flag_plan_id_delta: Id of the prepared plan minus that of the active one, 24 bits; None when no plan is
+            prepared.
         manual: Whether helpers cannot replay this step (the user changes gradients between `synchronize` and `step`).
         loss: Loss of the batch; NaN if none was recorded, infinite if it was not a number.
         weight: Weight of the fresh gradient.
@@ -90,8 +93,7 @@ class Header:
     fresh: tuple[bool, ...]
     own_steps: tuple[int, ...]
     flag_count: int
-    flag_plan_id: int
-    flag_plan_id_sqr: int
+    flag_plan_id_delta: int | None
     manual: bool
     loss: float
     weight: float
@@ -120,14 +122,8 @@ class Header:
         return max(members, key=lambda rank: self.own_steps[rank] if self.fresh[rank] else -2 - self.own_steps[rank])
 
     def agreed_plan_id_delta(self, world_size: int) -> int | None:
-        """Return the id delta of the plan for which all members raised the flag, None without such a plan.
-
-        Equal counts and sums could hide different plan ids; zero variance cannot.
-        """
-        if self.flag_count != world_size or self.flag_plan_id % world_size:
-            return None
-        delta = self.flag_plan_id // world_size
-        return delta if self.flag_plan_id_sqr == world_size * delta * delta else None
+        """Return the id delta of the plan for which all members raised the flag, None without such a plan."""
+        return self.flag_plan_id_delta if self.flag_count == world_size else None
 
 
 class HeaderCodec:
@@ -143,9 +139,8 @@ class HeaderCodec:
         out[:] = 0.0
         out[_SLOT["fresh"]] = item.fresh
         if item.flag_plan_id_delta is not None:
-            delta = float(item.flag_plan_id_delta)
-            out[_SLOT["flag_count"]], out[_SLOT["flag_plan_id"]] = 1.0, delta
-            out[_SLOT["flag_plan_id_sqr"]] = delta * delta
+            out[_SLOT["flag_count"]] = 1.0
+            _write_number(item.flag_plan_id_delta, out[_PLAN_ID:_FIXED])
         out[_SLOT["manual"]] = item.manual
         if not math.isnan(item.loss):
             out[_SLOT["loss_sum"]], out[_SLOT["loss_count"]] = item.loss, 1.0
@@ -161,9 +156,7 @@ class HeaderCodec:
         out[_SLOT["no_overlap"]] = item.no_overlap
         if item.checksum is not None:
             out[_SLOT["sum_count"]] = 1.0
-            for i in range(_PIECES):
-                piece = float((item.checksum >> (_PIECE_BITS * i)) & ((1 << _PIECE_BITS) - 1))
-                out[len(_FIELDS) + i], out[len(_FIELDS) + _PIECES + i] = piece, piece * piece
+            _write_number(item.checksum, out[_CHECKSUM:_PLAN_ID])
         if item.hyper is not None:
             out[_SLOT["leader"]] = 1.0
             out[_FIXED : self._ranks_at] = _to_pieces(item.hyper)
@@ -173,13 +166,12 @@ class HeaderCodec:
         """Decode the reduced header, shape (size,)."""
         slots = sums[self._ranks_at :].tolist()
         get = dict(zip(_FIELDS, sums[: len(_FIELDS)].tolist(), strict=True))
-        count = get["loss_count"]
+        count, flags, checksums = get["loss_count"], round(get["flag_count"]), round(get["sum_count"])
         return Header(
             fresh=tuple(v > 0 for v in slots),
             own_steps=tuple(int(abs(v)) - 1 for v in slots),
-            flag_count=round(get["flag_count"]),
-            flag_plan_id=round(get["flag_plan_id"]),
-            flag_plan_id_sqr=round(get["flag_plan_id_sqr"]),
+            flag_count=flags,
+            flag_plan_id_delta=_common_number(sums[_PLAN_ID:_FIXED], flags),
             manual=get["manual"] > 0,
             loss=get["loss_sum"] / count if count else math.nan,
             weight=get["weight"],
@@ -188,7 +180,7 @@ class HeaderCodec:
             local_count=round(get["local_count"]),
             folds=get["folds"],
             hyper=_from_pieces(sums[_FIXED : self._ranks_at]) if round(get["leader"]) == 1 else None,
-            checksum_ok=_same(sums, round(get["sum_count"])),
+            checksum_ok=_common_number(sums[_CHECKSUM:_PLAN_ID], checksums) is not None if checksums >= 1 else None,
             waited=get["waited"] > 0,
             manual_before=get["manual_before"] > 0,
             wire=round(get["wire"]) if math.isfinite(get["wire"]) else 0,
@@ -197,13 +189,24 @@ class HeaderCodec:
         )
 
 
-def _same(sums: npt.NDArray[np.float32], count: int) -> bool | None:
-    """Whether all `count` contributed checksums are equal (zero variance in every piece), None if there are none."""
+def _write_number(number: int, out: npt.NDArray[np.float32]) -> None:
+    """Write the pieces of a number, then their squares. Larger numbers in one slot would have inexact sums."""
+    for i in range(_PIECES):
+        piece = float((number >> (_PIECE_BITS * i)) & ((1 << _PIECE_BITS) - 1))
+        out[i], out[_PIECES + i] = piece, piece * piece
+
+
+def _common_number(sums: npt.NDArray[np.float32], count: int) -> int | None:
+    """Return the number that all `count` ranks contributed; None if they differ, or there are none.
+
+    Equal sums could hide different numbers; zero variance in every piece cannot.
+    """
     if count < 1:
         return None
-    pieces = sums[len(_FIELDS) : len(_FIELDS) + _PIECES].astype(np.float64)
-    squares = sums[len(_FIELDS) + _PIECES : _FIXED].astype(np.float64)
-    return bool(np.all(squares * count == pieces * pieces))
+    pieces, squares = sums[:_PIECES].astype(np.float64), sums[_PIECES:].astype(np.float64)
+    if not np.all(squares * count == pieces * pieces):
+        return None
+    return sum(int(piece) // count << (_PIECE_BITS * i) for i, piece in enumerate(pieces.tolist()))
 
 
 def _to_pieces(values: Sequence[float]) -> npt.NDArray[np.float32]:

@@ -77,6 +77,20 @@ def test_checksums_of_many_ranks(checksum: int) -> None:
         assert codec.read(sums).checksum_ok is False, world_size
 
 
+@pytest.mark.parametrize("delta", [1, 63, 64, 183, 525, 1833, 4097, 0xFFFFFF])
+def test_many_ranks_agree_on_a_plan_far_above_the_active_one(delta: int) -> None:
+    """Abandoned plans raise the ids while the active plan stays; float32 has no exact sums of such squares."""
+    for world_size in (8, 64, 512, 4227):
+        codec = HeaderCodec(world_size, 1)
+        part, sums = np.zeros(codec.size, np.float32), np.zeros(codec.size, np.float32)
+        for rank in range(1, world_size):
+            codec.write(rank, Contribution(True, 2, flag_plan_id_delta=delta), part)
+            sums += part
+        for own, expected in ((delta, delta), (delta ^ 64, None), (delta ^ 1, None)):
+            codec.write(0, Contribution(True, 2, flag_plan_id_delta=own), part)
+            assert codec.read(sums + part).agreed_plan_id_delta(world_size) == expected, (world_size, own)
+
+
 def test_no_checksums() -> None:
     assert reduced([Contribution(True, 1)] * 3).checksum_ok is None
 
