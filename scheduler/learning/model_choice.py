@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scheduler.learning.predictor import SHIPPED, ModelError, load
+from scheduler.learning.predictor import SHIPPED, ModelError, Predictor, load
 from scheduler.learning.registry import fetch
-from scheduler.policy.cost_policy import Ranker
 
 __all__ = ["find_ranker", "learned_policy"]
 
@@ -16,7 +15,7 @@ __all__ = ["find_ranker", "learned_policy"]
 _OFF = ("cost_model", "none", "off", "0")
 
 
-def find_ranker(environ: Mapping[str, str], warn: Callable[[str], None]) -> Ranker | None:
+def find_ranker(environ: Mapping[str, str], warn: Callable[[str], None]) -> Predictor | None:
     """Load the ranker of a job; fetching from a registry takes at most `registry.FETCH_S`.
 
     `STAR_MODEL` is a model's folder, an MLflow URI such as `models:/star-tta@champion`, or `cost_model` for none. The
@@ -61,4 +60,4 @@ def learned_policy(world_size: int, hosts: Sequence[str] | None = None) -> Any:
     return CostPolicy(world_size, ranker=_ranker, hosts=hosts)
 
 
-_ranker: Ranker | None = None
+_ranker: Predictor | None = None

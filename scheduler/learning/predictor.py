@@ -117,9 +117,9 @@ class Predictor:
         """
         costs = {id(prediction.plan): prediction for prediction in rank(offered, conditions)}
         predictions = [costs[id(plan)] for plan in offered]
-        if not self._least[self._ranks] <= math.log2(conditions.world_size) <= self._most[self._ranks]:
-            # All rows would be out of range: see `estimate`.
-            self._warn_size(conditions.world_size)
+        problem = self.out_of_range(conditions.world_size)
+        if problem is not None:  # All rows would be out of range: see `estimate`.
+            self._warn_size(conditions.world_size, problem)
             return predictions
         found = self.estimate(rows(offered, conditions, window, active, predictions))
         return [
@@ -127,14 +127,19 @@ class Predictor:
             for index, cost in enumerate(predictions)
         ]
 
-    def _warn_size(self, world_size: int) -> None:
-        """Warn once that the model was not trained for this number of ranks."""
-        if world_size in self._warned_sizes:
-            return
-        self._warned_sizes.add(world_size)
+    def out_of_range(self, world_size: int) -> str | None:
+        """Return why the cost model decides with this number of ranks, None if the model was trained for it."""
+        if self._least[self._ranks] <= math.log2(world_size) <= self._most[self._ranks]:
+            return None
         least, most = (round(2.0**bound) for bound in self.about["ranges"][self._ranks])
         trained = f"{least} to {most}" if least < most else f"{least}"
-        logger.warning("%d ranks: the model was trained on %s; the cost model decides", world_size, trained)
+        return f"{world_size} ranks: the model was trained on {trained}; the cost model decides"
+
+    def _warn_size(self, world_size: int, problem: str) -> None:
+        """Warn once that the model was not trained for this number of ranks."""
+        if world_size not in self._warned_sizes:
+            self._warned_sizes.add(world_size)
+            logger.warning("%s", problem)
 
     def estimate(self, features: Array) -> _Estimates:
         """Calibrated estimates for feature rows, shape (n, n_features)."""

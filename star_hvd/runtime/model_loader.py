@@ -12,14 +12,16 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scheduler.cost.conditions import Conditions
 from scheduler.cost.cost_model import Prediction, rank
 from scheduler.plan.plan import Plan
-from scheduler.policy.cost_policy import Ranker
 from scheduler.records import Window
 from star_hvd.threads import supervised
+
+if TYPE_CHECKING:
+    from scheduler.learning.predictor import Predictor
 
 __all__ = ["ModelLoader", "digest"]
 
@@ -33,9 +35,11 @@ class ModelLoader:
     """Predicts with the cost model until the predictor is loaded, or always if there is none.
 
     `STAR_MODEL` names the predictor: a folder, or a registered model as `models:/name@alias`. By default it is the one
-    shipped with the package. If it is missing or damaged, a warning is logged.
+    shipped with the package. If it is missing, damaged or was not trained for this number of ranks, a warning is logged
+    and the cost model decides.
 
     Args:
+        world_size: Number of ranks of the job.
         latest_s: Longest wait for the first step; if it takes longer, the predictor is loaded during it.
 
     Attributes:
@@ -44,10 +48,11 @@ class ModelLoader:
             loading.
     """
 
-    def __init__(self, latest_s: float = _LATEST_S) -> None:
+    def __init__(self, world_size: int, latest_s: float = _LATEST_S) -> None:
+        self._world_size = world_size
         self._latest_s = latest_s
         self.facts: dict[str, str] | None = None
-        self._loaded: Ranker | None = None
+        self._loaded: Predictor | None = None
         self._begun: Callable[[], bool] = lambda: True
         self._thread = supervised(self._run, "star-model", critical=False)
 
@@ -73,7 +78,12 @@ class ModelLoader:
         try:
             from scheduler.learning.model_choice import find_ranker
 
-            self._loaded = find_ranker(os.environ, problems.append)
+            found = find_ranker(os.environ, problems.append)
+            problem = None if found is None else found.out_of_range(self._world_size)
+            if problem is None:
+                self._loaded = found
+            else:  # Here and not at its first decision, so that the run log does not name it as what decides.
+                problems.append(problem)
         except Exception as error:  # Whatever is wrong with it, the cost model can decide.
             problems.append(f"no predictor of time to accuracy ({error}); the cost model decides")
         for problem in problems:
@@ -86,10 +96,10 @@ def digest(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
-def _facts(wanted: str, loaded: Ranker | None, problems: Sequence[str]) -> dict[str, str]:
+def _facts(wanted: str, loaded: Predictor | None, problems: Sequence[str]) -> dict[str, str]:
     source = wanted or "shipped"
     if problems:
         return {"source": source, "fallback": f"cost_model: {'; '.join(problems)}"}
     if loaded is None:
         return {"source": "cost_model"}
-    return {"source": source, "sha256": digest(getattr(loaded, "about", {}))}
+    return {"source": source, "sha256": digest(loaded.about)}

@@ -205,7 +205,7 @@ class Runtime:
     def start(self) -> None:
         """Exchange addresses and keys over Horovod and start the threads. Collective."""
         if self.rank == 0 and self.config.policy == "learned":
-            self._ranker = ModelLoader()
+            self._ranker = ModelLoader(self.world_size)
         single_host = int(mpi_ops.local_size()) == self.world_size
         host = own_address(single_host=single_host)
         control, control_port = self.keyring.server(host, CONTROL_BYTES) if self.rank == 0 else (None, 0)

@@ -45,7 +45,7 @@ offered = candidates(conditions, active)
 for folder in sys.argv[1:]:
     said = []
     os.environ["STAR_MODEL"] = folder
-    ranker = ModelLoader()
+    ranker = ModelLoader(8)
     ranker.load_after(lambda: True)
     await_end("star-model", 300.0)
     predicted = len(ranker(offered, conditions, given, active)) == len(offered)

@@ -223,7 +223,7 @@ def test_a_target_without_effect_is_told_in_one_line(
 
 def _loaded(monkeypatch: pytest.MonkeyPatch, wanted: str) -> ModelLoader:
     monkeypatch.setenv("STAR_MODEL", wanted)
-    ranker = ModelLoader()
+    ranker = ModelLoader(8)
     ranker.load_after(lambda: True)
     await_end("star-model")
     return ranker

@@ -28,7 +28,7 @@ def test_it_is_loaded_after_the_first_step_and_nobody_waits(monkeypatch: pytest.
         asked.set()
         return stepped.is_set()
 
-    ranker = ModelLoader()
+    ranker = ModelLoader(8)
     began_s = time.monotonic()
     ranker.load_after(begun)
     assert asked.wait(60.0) and ranker.facts is None
@@ -48,10 +48,28 @@ def test_it_is_loaded_after_the_first_step_and_nobody_waits(monkeypatch: pytest.
 
 def test_without_a_first_step_it_is_loaded_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAR_MODEL", "cost_model")
-    ranker = ModelLoader(latest_s=0.1)
+    ranker = ModelLoader(8, latest_s=0.1)
     ranker.load_after(lambda: False)
     await_end("star-model")
     assert ranker.facts == {"source": "cost_model"}
+
+
+def test_a_model_for_other_numbers_of_ranks_is_not_said_to_decide(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The shipped model knows 4 to 32 ranks."""
+    monkeypatch.setenv("STAR_MODEL", "")
+    ranker, reason = ModelLoader(2), "2 ranks: the model was trained on 4 to 32; the cost model decides"
+    ranker.load_after(lambda: True)
+    await_end("star-model")
+    assert ranker.facts == {"source": "shipped", "fallback": f"cost_model: {reason}"}
+    given, active = window(steady(2, slow={1: 3.0})), Plan.sync(2)
+    conditions = Conditions.from_window(given)
+    assert conditions is not None
+    predicted = ranker(candidates(conditions, active), conditions, given, active)
+    assert predicted and not any(one.learned for one in predicted)
+    said = [record.getMessage() for record in caplog.records if record.name == "star_hvd"]
+    assert said == [reason], "once, when it is loaded"
 
 
 def _drive(policy: CostPolicy, active: Plan, ends: Sequence[int], n: int, slow: dict[int, float]) -> list[Plan]:
@@ -71,7 +89,8 @@ def test_its_arrival_changes_the_plan_once_at_most(
     slow: dict[int, float], arrival: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STAR_MODEL", "")
-    ranker, n = ModelLoader(), 8
+    n = 8
+    ranker = ModelLoader(n)
     policy = CostPolicy(n, ranker=ranker)
     before = _drive(policy, Plan.sync(n), range(32, arrival, 8), n, slow)
     assert ranker.facts is None
