@@ -60,7 +60,7 @@ def _number(values: Mapping[str, Any], name: str) -> str:
 
 
 def write_page(directory: Path, out: Path) -> Path:
-    """Write the page of the run in `directory` to `out`; return the path written.
+    """Write the page of the run in `directory` to `out`, whose folder is made; return the path written.
 
     Raises:
         ValueError: The folder contains no run.
@@ -93,6 +93,7 @@ def write_page(directory: Path, out: Path) -> Path:
         _table(("", ""), flat(state.facts).items()),
     ]
     head = f"<!doctype html><html lang=en><meta charset=utf-8><title>{html.escape(story.name)}</title>"
+    out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(f"{head}<style>{_STYLE}</style>\n" + "\n".join(parts) + "\n</html>\n", encoding="utf-8")
     return out
 

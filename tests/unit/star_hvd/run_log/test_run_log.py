@@ -625,3 +625,11 @@ def test_a_page_of_an_empty_run_and_of_no_run(tmp_path: Path) -> None:
         write_page(tmp_path, tmp_path / "other.html")
 
 
+
+
+def test_the_folder_of_a_page_is_made(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    log = _log(tmp_path)
+    log.close("FINISHED", 5.0)
+    out = tmp_path / "pages" / "of-today" / "run.html"
+    assert write_page(log.directory, out) == out and out.is_file()
