@@ -121,7 +121,10 @@ def _ms(value_s: float) -> str:
 
 
 def record_loss(loss: float | torch.Tensor) -> None:
-    """Record the loss of this rank's current batch; its mean over the ranks is reduced with the next step."""
+    """Record the loss of this rank's current batch; its mean over the ranks is reduced with the next step.
+
+    It gives no time to a target of `STAR_TARGET`, such as `loss<=0.9`; `record_metric("loss", value)` does.
+    """
     run = runtime.current()
     if run is not None:
         value = float(loss.detach()) if isinstance(loss, torch.Tensor) else float(loss)
@@ -129,6 +132,8 @@ def record_loss(loss: float | torch.Tensor) -> None:
             value = math.inf  # NaN means "no loss" in the header, but the accuracy guard needs to see it.
         for driver in run.drivers.values():
             driver.engine.own.loss = value
+            if driver.reporter.log is not None:
+                driver.reporter.log.note_loss()
 
 
 def record_metric(

@@ -76,6 +76,9 @@ class JobLog:
         self._stop = threading.Event()
         name = job if reporter.number == 0 else f"{job}-{reporter.number}"
         self._target = env.target()
+        target = Target.parse(self._target)
+        warns = coordinator is not None and reporter.number == 0  # One log of the job.
+        self._loss_is_target = warns and target is not None and target.name == "loss"
         given = {"target": self._target, "tags": env.tags()}
         known = {**facts, **{name: value for name, value in given.items() if value}}
         self._log = RunLog(
@@ -109,6 +112,15 @@ class JobLog:
         """Log a point of a user's curve, at an earlier time of `time.monotonic()` or now."""
         self._curves.add(name)
         self._log.metric(name, value, step, None if monotonic_s is None else self._log.since_s(monotonic_s))
+
+    def note_loss(self) -> None:
+        """Note a call of `record_loss`: at the first one, warn if the target is the loss, which it does not record."""
+        if self._loss_is_target and self._log.enabled and "loss" not in self._curves:
+            logger.warning(
+                "STAR_TARGET is %r, but hvd.record_loss gives no time to target; call hvd.record_metric('loss', value)",
+                self._target,
+            )
+        self._loss_is_target = False
 
     def resources(self, readings: Resources) -> None:
         """Log a reading of this rank's machine."""

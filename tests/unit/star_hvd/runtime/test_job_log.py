@@ -19,10 +19,12 @@ from scheduler.learning.predictor import SHIPPED, load
 from scheduler.plan.plan import Plan
 from scheduler.records import StepReport
 from star_hvd.channel.messages import base as m
+from star_hvd.job_report import record_loss
 from star_hvd.loader import shard
 from star_hvd.modes.step_reporter import StepReporter
 from star_hvd.run_log import new_run_name
 from star_hvd.run_log.spool import read_events
+from star_hvd.runtime import runtime
 from star_hvd.runtime.job_log import JobLog, Pace, check_curves
 from star_hvd.runtime.model_loader import ModelLoader, digest
 from tests.support.job_states import Job
@@ -216,6 +218,29 @@ def test_a_target_without_effect_is_told_in_one_line(
         check_curves(curves)
     said = [record.getMessage() for record in caplog.records if "STAR_TARGET" in record.getMessage()]
     assert len(said) == len(expected) and all(one.startswith(text) for one, text in zip(said, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("target", "recorded", "warns"),
+    [("loss<=0.9", "accuracy", True), ("loss<=0.9", "loss", False), ("accuracy>=0.9", "accuracy", False)],
+)
+def test_a_target_that_record_loss_cannot_reach_is_told_at_its_first_call(
+    target: str, recorded: str, warns: bool, teller: StepReporter, job_log: Any, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("STAR_TARGET", target)
+    made = job_log()
+    made.log.metric(recorded, 0.5, 1)
+    teller.log = made.log
+    engine = SimpleNamespace(own=SimpleNamespace(loss=0.0))
+    running = SimpleNamespace(drivers={0: SimpleNamespace(engine=engine, reporter=teller)})
+    monkeypatch.setattr(runtime, "current", lambda: running)
+    for loss in (2.0, 1.0):
+        record_loss(loss)
+    assert engine.own.loss == 1.0
+    said = [record.getMessage() for record in caplog.records if "STAR_TARGET" in record.getMessage()]
+    assert len(said) == warns
+    assert all("hvd.record_loss gives no time to target; call hvd.record_metric('loss', value)" in one for one in said)
 
 
 # ---- the model ------------------------------------------------------------------------------------------------------
