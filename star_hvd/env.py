@@ -1,27 +1,59 @@
 """The environment variables with which users set how a job trains, one function each.
 
 Others are read where they are used: `STAR_MODEL` (`runtime/model_loader.py`), `STAR_LOG_DIR`, `STAR_RUN_LOG` and
-MLflow's (`run_log/layout.py`).
+MLflow's (`run_log/layout.py`). Blanks around a value do not count.
 
 `horovodrun` exports the environment to all ranks, so a variable set at the launcher reaches every host.
 """
 
 from __future__ import annotations
 
+import difflib
+import functools
+import logging
 import os
 
-__all__ = ["accuracy", "check_locks", "elastic", "encryption", "hierarchical", "host", "interface", "least_quorum",
-           "mode", "overlap", "policy", "tags", "target"]
+__all__ = ["KNOWN", "accuracy", "check_locks", "elastic", "encryption", "hierarchical", "host", "interface",
+           "least_quorum", "mode", "overlap", "policy", "tags", "target", "warn_misspelled"]
+
+logger = logging.getLogger("star_hvd")
+
+_PREFIX = "STAR_"
+
+KNOWN = (
+    "ACCURACY", "BUILD_JOBS", "CACHE_DIR", "CHECK_LOCKS", "CPU_ONLY", "ENCRYPTION", "HOST", "INTERFACE", "LEAST_QUORUM",
+    "LOG_DIR", "MODE", "MODEL", "OVERLAP", "POLICY", "RUN_LOG", "RUN_TAGS", "SSHD", "SSH_KEYS", "SSH_PORT", "TARGET",
+)  # fmt: skip
+"""Names, without `STAR_`, of all variables of the package, its scripts and its image."""
+
+_NEAR = 0.75  # Of `difflib`; names are compared without `STAR_`, which would make any two of them similar.
+
+
+@functools.cache
+def warn_misspelled() -> None:
+    """Warn, once per process, of variables that look like a misspelled one of ours, and so have no effect.
+
+    Other programs' variables may begin with `STAR_` too, so names that resemble none of ours are not mentioned.
+    """
+    for name in sorted(os.environ):
+        rest = name.removeprefix(_PREFIX)
+        if name.startswith(_PREFIX) and rest not in KNOWN:
+            for near in difflib.get_close_matches(rest.upper(), KNOWN, n=1, cutoff=_NEAR):
+                logger.warning("%s has no effect; is STAR_%s meant?", name, near)
+
+
+def _text(name: str) -> str | None:
+    return os.environ.get(name, "").strip() or None
 
 
 def mode() -> str | None:
     """`STAR_MODE`: overrides the `mode` argument of `DistributedOptimizer`. Default: unset."""
-    return os.environ.get("STAR_MODE") or None
+    return _text("STAR_MODE")
 
 
 def overlap() -> str | None:
     """`STAR_OVERLAP`: 1, 0 or `auto`, instead of the `overlap` argument of `DistributedOptimizer`. Default: unset."""
-    return os.environ.get("STAR_OVERLAP", "").strip() or None
+    return _text("STAR_OVERLAP")
 
 
 def hierarchical() -> bool:
@@ -36,28 +68,28 @@ def elastic() -> bool:
 
 def host() -> str | None:
     """`STAR_HOST`: this rank's address for the others. Default: derived from Horovod's settings."""
-    return os.environ.get("STAR_HOST") or None
+    return _text("STAR_HOST")
 
 
 def interface() -> str | None:
     """`STAR_INTERFACE`: network interface of the channel. Default: `HOROVOD_GLOO_IFACE`, set by the launcher."""
-    value = os.environ.get("STAR_INTERFACE") or os.environ.get("HOROVOD_GLOO_IFACE")
-    return value.split(",")[0] if value else None
+    value = _text("STAR_INTERFACE") or _text("HOROVOD_GLOO_IFACE")
+    return value.split(",")[0].strip() if value else None
 
 
 def policy() -> str | None:
     """`STAR_POLICY`: the policy of mode `auto`, instead of `Config.policy`. Default: unset."""
-    return os.environ.get("STAR_POLICY") or None
+    return _text("STAR_POLICY")
 
 
 def encryption() -> str | None:
     """`STAR_ENCRYPTION`: `all` or `network`, instead of `Config.encryption`. Default: unset."""
-    return os.environ.get("STAR_ENCRYPTION") or None
+    return _text("STAR_ENCRYPTION")
 
 
 def check_locks() -> bool:
     """`STAR_CHECK_LOCKS`: 1 asserts that locks are taken in the order of `star_hvd.locks`. Default: unchecked."""
-    return os.environ.get("STAR_CHECK_LOCKS") == "1"
+    return _text("STAR_CHECK_LOCKS") == "1"
 
 
 def least_quorum() -> float | None:
@@ -66,8 +98,8 @@ def least_quorum() -> float | None:
     Raises:
         ValueError: It is not a number; `Config` checks its range.
     """
-    value = os.environ.get("STAR_LEAST_QUORUM", "").strip()
-    if not value:
+    value = _text("STAR_LEAST_QUORUM")
+    if value is None:
         return None
     try:
         return float(value)
@@ -80,14 +112,14 @@ def target() -> str | None:
 
     `scheduler.target.Target` parses it; `JobLog` warns if it is invalid.
     """
-    return os.environ.get("STAR_TARGET") or None
+    return _text("STAR_TARGET")
 
 
 def accuracy() -> str | None:
     """`STAR_ACCURACY`: `exact` or `bounded`, instead of the `accuracy` argument of `DistributedOptimizer`. Default:
     unset.
     """
-    return os.environ.get("STAR_ACCURACY", "").strip() or None
+    return _text("STAR_ACCURACY")
 
 
 def tags() -> dict[str, str] | None:

@@ -313,7 +313,7 @@ def run(args: argparse.Namespace) -> int:
     Returns:
         Exit status: 0, or 2 if the run cannot be replayed.
     """
-    root = Path(os.environ.get("STAR_LOG_DIR") or "training_logs").resolve()
+    root = Path(os.environ.get("STAR_LOG_DIR", "").strip() or "training_logs").resolve()
     try:
         logged = read_run(find_run(args.run, root, args.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")))
         options = {"modes": _split(args.modes)} if args.modes else {}

@@ -42,7 +42,7 @@ FETCH_S = 20.0
 
 def tracking_uri(environ: Mapping[str, str]) -> str:
     """`MLFLOW_TRACKING_URI`, else the SQLite file `mlflow.db` in `STAR_LOG_DIR`, `training_logs` by default."""
-    root = Path(environ.get("STAR_LOG_DIR") or "training_logs").resolve()
+    root = Path(environ.get("STAR_LOG_DIR", "").strip() or "training_logs").resolve()
     return environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root / 'mlflow.db'}"
 
 

@@ -57,7 +57,7 @@ _LIVE, _SENDING = "live.lock", "sending.lock"
 
 def default_root() -> Path:
     """`STAR_LOG_DIR`: the log folder. Default: `training_logs` in the current directory."""
-    root = Path(os.environ.get("STAR_LOG_DIR") or "training_logs")
+    root = Path(os.environ.get("STAR_LOG_DIR", "").strip() or "training_logs")
     with contextlib.suppress(OSError):  # The current directory was removed: no run log, but training goes on.
         return root.resolve()
     return root

@@ -204,6 +204,8 @@ class Runtime:
 
     def start(self) -> None:
         """Exchange addresses and keys over Horovod and start the threads. Collective."""
+        if self.rank == 0:
+            env.warn_misspelled()
         if self.rank == 0 and self.config.policy == "learned":
             self._ranker = ModelLoader(self.world_size)
         single_host = int(mpi_ops.local_size()) == self.world_size
