@@ -17,6 +17,7 @@ from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.coordinator.job_state import JobState
 from star_hvd.coordinator.optimizer_state import OptimizerState
 from star_hvd.runtime import runtime
+from star_hvd.runtime.job_log import unlogged, warn_unlogged
 from star_hvd.telemetry.step_timeline import exposure
 
 __all__ = ["RankLine", "Report", "explain", "record_loss", "record_metric", "report"]
@@ -141,6 +142,7 @@ def record_metric(
 ) -> None:
     """Log a point of a curve, the accuracy for example, to the run log. Does nothing on ranks other than 0.
 
+    In jobs without a run log, those on one rank for example, it warns once that it has no effect.
     With `STAR_TARGET="accuracy>=0.95"` the first `accuracy` that reaches 0.95 gives the run's time to accuracy.
 
     Args:
@@ -150,6 +152,8 @@ def record_metric(
         monotonic_s: Time (`time.monotonic()`) at which the evaluated parameters were current; by default now.
     """
     run = runtime.current()
+    if run is None or not run.drivers:
+        warn_unlogged("hvd.record_metric")
     if run is None or run.rank != 0:
         return
     number = float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
@@ -163,7 +167,8 @@ def explain(optimizer: int | None = None) -> str:
     with `Compression.auto` the form of gradients.
 
     It starts with the step of the decision, as in the log, or the current step if there was no decision. Only rank 0
-    can explain; on other ranks, before the first optimizer and after `shutdown()`, the sentence says so.
+    can explain; on other ranks, before the first optimizer and after `shutdown()`, the sentence says so. If the only
+    optimizers are ones that run as in Horovod, it says why they do.
 
     Args:
         optimizer: Its number in order of creation; by default the latest one.
@@ -173,12 +178,13 @@ def explain(optimizer: int | None = None) -> str:
     """
     run = runtime.current()
     if run is None:
-        return "no mode is active: no optimizer was made yet, or shutdown() has ended the job"
+        return unlogged() or "no mode is active: no optimizer was made yet, or shutdown() has ended the job"
     if run.coordinator is None:
         return f"only rank 0 can explain; this is rank {run.rank}"
     with run.coordinator.job_state() as job:
         state = _optimizer_state(job, optimizer)
-        text = _of_step(state) if state is not None else "no mode is active: no optimizer was made yet"
+        none = unlogged() or "no mode is active: no optimizer was made yet"
+        text = _of_step(state) if state is not None else none
         lockstep = state is not None and state.active.lockstep
         comm_s = state.arrivals.usual_comm_s if state is not None and lockstep else math.nan
     driver = run.drivers.get(max(run.drivers, default=-1) if optimizer is None else optimizer)
@@ -210,7 +216,7 @@ def _optimizer_state(job: JobState, optimizer: int | None) -> OptimizerState | N
 
 
 def report(optimizer: int | None = None) -> Report | None:
-    """Return a report on an optimizer; None on ranks other than 0 and before the first optimizer.
+    """Return a report on an optimizer; None on ranks other than 0, before the first one, and if all run as in Horovod.
 
     Args:
         optimizer: Its number in order of creation; by default the latest one.

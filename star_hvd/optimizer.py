@@ -22,6 +22,7 @@ from star_hvd.compression import Compression
 from star_hvd.config import Config
 from star_hvd.engine.exchange.scaled_steps import ScaledSteps
 from star_hvd.runtime import runtime
+from star_hvd.runtime.job_log import note_unlogged
 from star_hvd.wrapper.arguments import check_accuracy, check_numbers, check_overlap, check_predivide, names_of
 from star_hvd.wrapper.bucket_core import BY_HAND, MODE_NOT_POSSIBLE, BucketCore
 from star_hvd.wrapper.dropped import release_dropped
@@ -188,6 +189,7 @@ def _adasum(optimizer: torch.optim.Optimizer, named: Any, compression: Any, pass
     wrapped = Plain(optimizer, named, compression, passes, op, process_set=where)
     wrapped.horovods_own = HorovodsOwn()
     note_reducing(wrapped.horovods_own)
+    note_unlogged(wrapped.horovods_own, "Adasum", int(mpi_ops.rank()))
     return wrapped
 
 
@@ -297,10 +299,11 @@ class _Wrapper:
             "sparse_as_dense": given["sparse_as_dense"],
             "max_grad_norm": given["max_grad_norm"],
         }
-        if (self.size == 1 and not env.elastic()) or reason:
+        why = "1 rank" if self.size == 1 and not env.elastic() else reason
+        if why:
             if reason and (given["plan"] is None or given["plan"].relaxed or given["plan"].uneven):
                 logger.warning("%s: runs in lockstep exactly as in Horovod; modes do not apply", reason)
-            return self._native_core(common)
+            return self._native_core(common, why)
         return BucketCore(
             self.inner,
             self.base,
@@ -318,7 +321,7 @@ class _Wrapper:
             **common,
         )
 
-    def _native_core(self, common: dict[str, Any]) -> NativeCore:
+    def _native_core(self, common: dict[str, Any], why: str) -> NativeCore:
         given = self.given
         native = NativeCore(
             self.inner,
@@ -332,6 +335,7 @@ class _Wrapper:
             process_set=given["process_set"],
             **common,
         )
+        note_unlogged(native, why, int(mpi_ops.rank()))
         running = runtime.current()
         if running is not None and native.reduces:
             for driver in running.drivers.values():

@@ -10,6 +10,7 @@ import logging
 import math
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from star_hvd.modes.step_reporter import StepReporter
     from star_hvd.runtime.model_loader import ModelLoader
 
-__all__ = ["JobLog", "Pace", "check_curves"]
+__all__ = ["JobLog", "Pace", "check_curves", "forget_unlogged", "note_unlogged", "unlogged", "warn_unlogged"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -237,6 +238,46 @@ def check_curves(curves: Collection[str]) -> None:
             target.name,
             ", ".join(sorted(curves)) or "nothing",
         )
+
+
+# ---- optimizers without a log ---------------------------------------------------------------------------------------
+
+
+_unlogged: weakref.WeakKeyDictionary[object, tuple[int, str]] = weakref.WeakKeyDictionary()
+_warned: set[str] = set()
+
+
+def note_unlogged(optimizer: object, why: str, rank: int) -> None:
+    """Note, while it lives, an optimizer that runs as in Horovod, so that nothing is logged of its run.
+
+    Args:
+        optimizer: What lives as long as it.
+        why: Why it runs so.
+        rank: This rank.
+    """
+    _unlogged[optimizer] = (rank, f"{why}: runs as in Horovod, no run log")
+    if env.target():
+        warn_unlogged("STAR_TARGET")
+
+
+def unlogged() -> str:
+    """Return why the latest optimizer without a run log has none; empty if there is no such optimizer."""
+    found = list(_unlogged.values())
+    return found[-1][1] if found else ""
+
+
+def warn_unlogged(what: str) -> None:
+    """Warn, once per process and on rank 0, of what has no effect without a run log, if an optimizer has none."""
+    found = list(_unlogged.values())
+    if found and found[-1][0] == 0 and enabled() and what not in _warned:
+        _warned.add(what)
+        logger.warning("%s has no effect for an optimizer without a run log (%s)", what, found[-1][1])
+
+
+def forget_unlogged() -> None:
+    """Forget them at the end of the job."""
+    _unlogged.clear()
+    _warned.clear()
 
 
 class Pace:

@@ -65,7 +65,7 @@ from star_hvd.run_log import new_run_name
 from star_hvd.runtime import program_end
 from star_hvd.runtime.asked_plans import AskedPlans
 from star_hvd.runtime.coordinator_client import CoordinatorClient
-from star_hvd.runtime.job_log import JobLog, check_curves
+from star_hvd.runtime.job_log import JobLog, check_curves, forget_unlogged
 from star_hvd.runtime.machine_notes import MachineNotes
 from star_hvd.runtime.meetings import Meetings
 from star_hvd.runtime.memory_limits import MemoryLimits
@@ -139,6 +139,7 @@ def on_reset() -> None:
 def shutdown() -> None:
     """Wait until all ranks have finished, contributing to the steps of those that have not; then stop."""
     global _current
+    forget_unlogged()
     if _current is not None:
         _current.stop(drain=not program_end.failed())
         _current = None

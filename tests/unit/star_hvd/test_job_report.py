@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import pytest
 
 from scheduler.records import Plan
-from star_hvd.job_report import explain, report
-from star_hvd.runtime import runtime
+from star_hvd.job_report import explain, record_metric, report
+from star_hvd.runtime import job_log, runtime
 from tests.support.job_states import Job, runtime_of
+
+
+@pytest.fixture(autouse=True)
+def _no_other_optimizers() -> Iterator[None]:
+    """Those of other tests may be alive until the garbage collector runs."""
+    job_log.forget_unlogged()
+    yield
+    job_log.forget_unlogged()
 
 
 def test_a_sentence_of_an_old_decision_says_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,3 +57,43 @@ def test_who_does_not_know_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explain() == "only rank 0 can explain; this is rank 2"
     monkeypatch.setattr(runtime, "current", lambda: None)
     assert explain().startswith("no mode is active: ")
+
+
+class _Optimizer:
+    """One that runs as in Horovod."""
+
+
+def test_an_optimizer_that_runs_as_in_horovod_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "current", lambda: None)
+    alone, grouped = _Optimizer(), _Optimizer()
+    job_log.note_unlogged(alone, "1 rank", 0)
+    assert explain() == "1 rank: runs as in Horovod, no run log" and report() is None
+    job = Job(3)
+    monkeypatch.setattr(runtime, "current", lambda: runtime_of(job.state))  # There is a loader, which started it.
+    job_log.note_unlogged(grouped, "the argument groups", 0)
+    assert explain() == "the argument groups: runs as in Horovod, no run log"
+    job.register(None)
+    assert explain() == "step 0: no window was evaluated yet", "an optimizer with modes goes first"
+    monkeypatch.setattr(runtime, "current", lambda: None)
+    del grouped
+    gc.collect()
+    assert explain().startswith("1 rank: ")
+    runtime.shutdown()
+    assert explain().startswith("no mode is active: ")
+
+
+@pytest.mark.parametrize(("rank", "log", "warns"), [(0, "1", True), (0, "0", False), (1, "1", False)])
+def test_what_has_no_effect_without_a_run_log_is_told_once(
+    rank: int, log: str, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("STAR_RUN_LOG", log)
+    monkeypatch.setenv("STAR_TARGET", "accuracy>=0.9")
+    monkeypatch.setattr(runtime, "current", lambda: None)
+    record_metric("accuracy", 0.5)
+    optimizers = [_Optimizer(), _Optimizer()]
+    for optimizer in optimizers:
+        job_log.note_unlogged(optimizer, "1 rank", rank)
+        record_metric("accuracy", 0.5)
+    said = [record.getMessage() for record in caplog.records if record.name == "star_hvd"]
+    text = "has no effect for an optimizer without a run log (1 rank: runs as in Horovod, no run log)"
+    assert said == [f"STAR_TARGET {text}", f"hvd.record_metric {text}"] * warns

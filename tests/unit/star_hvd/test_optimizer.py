@@ -1,0 +1,48 @@
+"""Optimizers that run as in Horovod, without a run log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from horovod.torch import mpi_ops
+
+from star_hvd.job_report import explain
+from star_hvd.optimizer import DistributedOptimizer
+from star_hvd.runtime import job_log, runtime
+
+
+@pytest.fixture(autouse=True)
+def _no_other_optimizers() -> Iterator[None]:
+    """Those of other tests may be alive until the garbage collector runs."""
+    job_log.forget_unlogged()
+    yield
+    job_log.forget_unlogged()
+
+
+class _Set:
+    """A process set without this rank, so that nothing is reduced."""
+
+    def included(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("size", "arguments", "expected"),
+    [(1, {}, "1 rank"), (1, {"groups": 1}, "1 rank"), (2, {"process_set": _Set()}, "the argument process_set")],
+)
+def test_what_runs_as_in_horovod_is_explained(
+    size: int, arguments: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mpi_ops, "size", lambda: size)
+    monkeypatch.setattr(mpi_ops, "rank", lambda: 0)
+    monkeypatch.setattr(mpi_ops.global_process_set, "included", lambda: True)
+    monkeypatch.setattr(runtime, "current", lambda: None)
+    net = torch.nn.Linear(3, 2)
+    optimizer = DistributedOptimizer(
+        torch.optim.SGD(net.parameters(), lr=0.1), named_parameters=net.named_parameters(), **arguments
+    )
+    assert explain() == f"{expected}: runs as in Horovod, no run log"
+    assert optimizer.mode == "sync"
