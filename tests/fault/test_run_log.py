@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from star_hvd.run_log.spool import read_events
 from tests.multiproc.run_log_raw import UNWRITTEN
 from tests.support.extras import needs
 from tests.support.launch import run_job
+from tests.support.senders import await_sent
 
 pytestmark = [pytest.mark.fault, needs("mlflow")]
 
@@ -76,9 +76,7 @@ def test_a_killed_job_leaves_its_log(tmp_path: Path, sender_too: bool) -> None:
     if sender_too:
         end_sender(directory)
         sync(tmp_path)
-    limit_s = time.monotonic() + 300.0
-    while not layout.read_json(directory / "sent.json").get("complete") and time.monotonic() < limit_s:
-        time.sleep(0.5)
+    assert await_sent([directory])
     run = the_run(tmp_path, name)
     assert run.info.status == "KILLED"
     # What was written in the last half second may be missing.

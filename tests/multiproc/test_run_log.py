@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from star_hvd.run_log import layout
 from star_hvd.run_log.sender import connect
 from star_hvd.run_log.spool import read_events
 from tests.support.extras import needs
 from tests.support.launch import JobResult, run_job
 from tests.support.reasons import names
+from tests.support.senders import await_sent
 
 pytestmark = [pytest.mark.multiproc, needs("mlflow")]
 
@@ -54,9 +53,7 @@ def test_a_job_is_in_mlflow_soon_after_its_end(tmp_path: Path) -> None:
     assert any(plan["prediction"] for plan in plans), "a decision tells what it rested on"
     assert _events(directory / "events.jsonl", "end")[0]["status"] == "FINISHED"
 
-    limit_s = time.monotonic() + 300.0
-    while not layout.read_json(directory / "sent.json").get("complete") and time.monotonic() < limit_s:
-        time.sleep(0.5)
+    assert await_sent([directory])
     client = connect(uri)
     experiment = client.get_experiment_by_name("star-hvd")
     assert experiment is not None
@@ -90,7 +87,7 @@ def test_the_choice_is_explained_on_rank_0_only(tmp_path: Path, policy: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1300)
 def test_all_optimizers_of_a_job_go_through_one_sender(tmp_path: Path) -> None:
     """Two at once, then four one after another; the sender is killed in the middle; a child outlives the job."""
     count, uri = 6, f"sqlite:///{tmp_path / 'mlflow.db'}"
@@ -104,19 +101,13 @@ def test_all_optimizers_of_a_job_go_through_one_sender(tmp_path: Path) -> None:
     names = [found["name"], *(f"{found['name']}-{number}" for number in range(1, count))]
     folders = [tmp_path / "runs" / name for name in names]
 
-    def complete() -> bool:
-        return all(layout.read_json(folder / "sent.json").get("complete") for folder in folders)
-
     def ended() -> bool:
         with contextlib.suppress(psutil.NoSuchProcess):
             return psutil.Process(found["second"][0]).status() == psutil.STATUS_ZOMBIE
         return True
 
-    limit_s = time.monotonic() + 150.0
     try:
-        while not (complete() and ended()) and time.monotonic() < limit_s:
-            time.sleep(0.5)
-        assert complete() and ended(), "it ends by itself"
+        assert await_sent(folders, ended), "it ends by itself"
         assert psutil.pid_exists(found["child"]), "although the job's child is alive"
     finally:
         os.kill(found["child"], signal.SIGKILL)
