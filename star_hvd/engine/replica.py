@@ -22,6 +22,8 @@ steps are then replayed. Each line: a call, the states it is made in, the states
     replaced           any other                              the same
     average_used       AVERAGE_PENDING                        CURRENT, REPLAYABLE, AVERAGE_PENDING
     average_used       any other                              the same
+    discard_average    AVERAGE_PENDING                        CURRENT, STALE
+    discard_average    any other                              the same
     leave              CURRENT, LEFT                          LEFT
     leave              any other                              PARAMETERS_ONLY
     overwritten        LEFT                                   PARAMETERS_ONLY
@@ -330,6 +332,21 @@ class Replica:
                         self.cannot_replay()
             while self._apply_next():
                 pass
+
+    def discard_average(self) -> None:
+        """Note that the program has loaded other values since the pending averaging, which are not to be replaced.
+
+        Steps that have ended since the averaging are missing in what was loaded: the state has to be fetched.
+        """
+        with self.apply_lock, self.lock:
+            if self.state is not ReplicaState.AVERAGE_PENDING:
+                return
+            behind = bool(self.queue) or self.newest_step != self.step
+            self._discard_waiting()
+            self.state = ReplicaState.CURRENT
+            if behind:
+                self.cannot_replay()
+            self._changed()
 
     def _take_shadow_over(self) -> None:
         with self.lock:

@@ -11,6 +11,9 @@ a copy of its parameters and state, steps on, and at the end of the first step b
 difference between mean and copy to both (Streaming DiLoCo, Douillard et al. 2025). It waits for the mean before the
 next averaging, where ranks meet, for a checkpoint, and if the averaging's header requests another plan: a mode is left
 with equal replicas.
+
+An averaging ends unused on a rank whose program has loaded a state since it sent its part: its mean is one of values
+that the program has replaced. The next averaging makes the ranks equal again, whichever of them have loaded one.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from scheduler.records import Plan
 from star_hvd.engine.buckets import Bucket, set_weight
 from star_hvd.engine.device import AVERAGED, DONE, PARAMS, Fence
 from star_hvd.engine.records import Result
+from star_hvd.engine.replica import ReplicaState
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.modes.averaged_state import (
     State,
@@ -53,6 +57,7 @@ class _Copy:
     state: list[tuple[int, str, torch.Tensor]] = field(default_factory=list)  # Bucket index, key, values.
     rest: torch.Tensor | None = None  # See `gather_rest`.
     fence: Fence = DONE
+    void: bool = False  # Whether the program has loaded other values since.
 
 
 @dataclass(slots=True)
@@ -233,7 +238,8 @@ class LocalSteps:
         extras = engine.own_step().extras
         result = engine.finish_own()
         # If this rank has made no step since, it takes the mean itself: the same bits on all such ranks.
-        ended = (result, extras, self._copy if self._steps else None)
+        copy = self._copy
+        ended = (result, extras, copy if self._steps or (copy is not None and copy.void) else None)
         on_host = self._read(ended)
         self._sent, self._copy = False, None
         if not self._steps:
@@ -253,10 +259,23 @@ class LocalSteps:
         with engine.lock:  # The helper has a deadline, and fails the engine past it.
             while engine.helper_averages() and engine.failure is None:
                 engine.lock.wait(1.0)
+        pending = self._copy is not None or engine.replica.state is ReplicaState.AVERAGE_PENDING
+        if pending and engine.replica.left_alone:
+            self._discard()
         found = self._completed_by_helper
         if self._use(self._write_live) and found is not None and found[2] is None:
             self._steps, self._began_s = 0, time.monotonic()
         self._engine.replica.catch_up()  # The helper may have written it to a shadow, with later steps replayed on it.
+
+    def _discard(self) -> None:
+        """Leave unused what was averaged before the program loaded the present values."""
+        with self._engine.lock:
+            if self._copy is not None:
+                self._copy.void = True
+            found, self._completed_by_helper = self._completed_by_helper, None
+        if found is not None and found[2] is None:  # This rank's steps were in it.
+            self._steps, self._began_s = 0, time.monotonic()
+        self._engine.replica.discard_average()
 
     def _write_live(self, ended: Ended, on_host: _OnHost) -> None:
         with self._engine.replica.writing():
@@ -348,7 +367,7 @@ class LocalSteps:
     def _unused(self) -> tuple[Result, list[torch.Tensor], _Copy] | None:
         """Return an averaging whose difference the inactive training thread has not added yet."""
         found = self._completed_by_helper
-        return None if found is None or found[2] is None else (found[0], found[1], found[2])
+        return None if found is None or found[2] is None or found[2].void else (found[0], found[1], found[2])
 
     def extras(self) -> list[tuple[str, torch.Tensor]]:
         """Return the optimizer's state times this rank's weight: a tensor per bucket and key, and one for the rest."""
@@ -401,6 +420,8 @@ class LocalSteps:
     ) -> None:
         """Write averages into the live parameters and state, or into those of a copy."""
         result, extras, copy = ended
+        if copy is not None and copy.void:
+            return
         position, state = 0, (optimizer or self._engine.applier.optimizer).state
         chosen = buckets or self._engine.applier.buckets
         if copy is not None:

@@ -402,3 +402,23 @@ def test_a_step_that_fetched_parameters_contain_already_is_not_applied_again() -
     replica.push(a_step(replica, 2))
     replica.catch_up()
     assert replica.state is ReplicaState.CURRENT and replica.step == 3
+
+
+@pytest.mark.parametrize("ended_since", [0, 1])
+@pytest.mark.parametrize("on_shadow", [False, True])
+def test_an_averaging_is_discarded_with_the_steps_behind_it(ended_since: int, on_shadow: bool) -> None:
+    replica = ready()
+    assert replica.replaced(1)
+    with replica.apply_lock:
+        if on_shadow:
+            replica.shadow_with(lambda buckets, optimizer: None)
+    for step in range(ended_since):
+        replica.push(a_step(replica, 1 + step))
+        assert replica.replay_one() == on_shadow
+    replica.discard_average()
+    before = values_of(replica.applier)
+    replica.catch_up()
+    assert same(before, values_of(replica.applier)) and not replica.queue
+    assert replica.state is (ReplicaState.STALE if ended_since else ReplicaState.CURRENT) and replica.step == 1
+    replica.discard_average()
+    assert replica.state.needs_fetch == bool(ended_since), "with none pending it changes nothing"

@@ -361,3 +361,66 @@ def test_a_difference_that_an_inactive_rank_has_not_added_is_part_of_what_its_he
     assert states(pair, 0) == states(pair, 1)
     counts = {float(values["step"]) for values in pair.engines[0].applier.optimizer.state.values()}
     assert counts == {float(torch.tensor((2 * 4 + 1 * 3) / 3))}
+
+
+# ---- a state that the program loads ----------------------------------------------------------------------------------
+
+
+def load(engine: StepEngine, value: float, *, state_too: bool) -> None:
+    """The program loads parameters and, as `load_state_dict` of the optimizer says, its state."""
+    with torch.no_grad():
+        for bucket in engine.applier.buckets:
+            for param in bucket.params:
+                param.fill_(value)
+    if state_too:
+        engine.replica.set_aside(state_loaded=True)
+
+
+@pytest.mark.parametrize("state_too", [False, True])
+@pytest.mark.parametrize("before", [1.0, float("nan")])
+def test_an_averaging_in_flight_is_not_added_to_what_all_ranks_have_loaded_since(
+    state_too: bool, before: float
+) -> None:
+    pair = Pair()
+    for _ in range(2):
+        for rank in range(2):
+            load(pair.engines[rank], before, state_too=False)
+            pair.step(rank)
+    for rank in range(2):
+        load(pair.engines[rank], 10.0, state_too=state_too)
+    pair.reduce()
+    for rank in range(2):
+        pair.step(rank)
+    assert (pair.value(0), pair.value(1)) == (11.0, 13.0), "the steps made since, on what was loaded"
+    assert [engine.step for engine in pair.engines] == [1, 1] and not any(steps.in_flight for steps in pair.steps)
+    meet(pair)
+    assert pair.value(0) == pair.value(1) == 12.0
+
+
+def test_a_rank_that_alone_loads_a_state_is_equal_to_the_others_after_the_next_averaging() -> None:
+    pair = Pair()
+    for _ in range(2):
+        for rank in range(2):
+            pair.step(rank)
+    load(pair.engines[1], 10.0, state_too=True)
+    pair.reduce()
+    for rank in range(2):
+        pair.step(rank)
+    assert (pair.value(0), pair.value(1)) == (5.0, 13.0)
+    meet(pair)
+    assert pair.value(0) == pair.value(1)
+    assert states(pair, 0) == states(pair, 1)
+
+
+@pytest.mark.parametrize("by_helper", [False, True])
+def test_an_averaging_that_ended_without_it_does_not_replace_what_a_rank_has_loaded_since(by_helper: bool) -> None:
+    world, engine, steps = alone()
+    steps.step(skip=False)
+    averaging_without_the_training_thread(world, engine)
+    assert steps.waiting
+    if by_helper:
+        assert steps.absorb() and not steps.waiting
+    load(engine, 10.0, state_too=True)
+    steps.take_over()
+    assert all(bool((param == 10.0).all()) for bucket in engine.applier.buckets for param in bucket.params)
+    assert engine.replica.state is ReplicaState.CURRENT and engine.step == engine.next_step and not steps.waiting
