@@ -543,8 +543,8 @@ class _Methods:
         """Return the optimizer's state, fetched first if parameter servers or other ranks hold it.
 
         Call it before the model's `state_dict()`, so that parameters and state are of the same step in every mode. In
-        `partial`, while the program has other weights in the place of the parameters, it changes nothing: the state is
-        that of the parameters that the program will put back.
+        `partial` and `local`, while the program has other weights in the place of the parameters, it changes nothing:
+        the state is that of the parameters that the program will put back.
         """
         if isinstance(self._star.core, BucketCore):
             self._star.core.refresh_state()

@@ -288,7 +288,12 @@ class Replica:
     def left_alone(self) -> bool:
         """Whether what the program has in the live parameters' place, or has loaded, must stay for now."""
         with self.apply_lock:
-            return self._set_aside or self.displaced
+            return self.out_of_place
+
+    @property
+    def out_of_place(self) -> bool:
+        """As `left_alone`; for the helper under the engine's lock, while the training thread is inactive."""
+        return self._set_aside or (not self._accepted and self._swaps.moved())
 
     def loaded_snapshot(self, *, state_too: bool) -> Snapshot:
         """Copy what the program has loaded; for the training thread."""

@@ -356,11 +356,16 @@ class StepDriver:
         self._start_step()
 
     @property
+    def makes_local_steps(self) -> bool:
+        """Whether this rank is in `local`."""
+        return isinstance(self.active_mode, LocalSteps)
+
+    @property
     def _swapped(self) -> bool:
         """Whether the program has swapped in other weights in a mode that leaves them alone (`SwapDetector`)."""
-        engine = self.engine
-        here = self.active_mode is None and engine.agreement.mixed and engine.replica.state.in_common_steps
-        return here and not self.broadcasts and engine.replica.left_alone
+        engine, active = self.engine, self.active_mode
+        here = active is None and engine.agreement.mixed and engine.replica.state.in_common_steps
+        return (here or self.makes_local_steps) and not self.broadcasts and engine.replica.left_alone
 
     @property
     def _cannot_catch_up(self) -> bool:
@@ -368,10 +373,11 @@ class StepDriver:
         engine, active = self.engine, self.active_mode
         if isinstance(active, ServerSteps):
             return active.program_wrote()
-        if active is not None or not engine.agreement.mixed:
+        local = self.makes_local_steps  # There parameters are outdated wherever ranks meet.
+        if (active is not None and not local) or not engine.agreement.mixed:
             return False
         with engine.lock:
-            behind = not engine.replica.is_whole or engine.step != engine.next_step
+            behind = local or not engine.replica.is_whole or engine.step != engine.next_step
         return behind and not self.broadcasts and engine.replica.left_alone
 
     def _program_wrote(self) -> bool:

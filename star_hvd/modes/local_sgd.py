@@ -14,6 +14,10 @@ with equal replicas.
 
 An averaging ends unused on a rank whose program has loaded a state since it sent its part: its mean is one of values
 that the program has replaced. The next averaging makes the ranks equal again, whichever of them have loaded one.
+
+While the program has other values in the parameters for a while, a moving average that it evaluates say, the helper
+contributes nothing. Once the former values are back, the rank adds to the mean of the others what it would have
+contributed, and its steps count in the next averaging.
 """
 
 from __future__ import annotations
@@ -94,11 +98,15 @@ class LocalSteps:
         self._steps = 0
         self._began_s = time.monotonic()
         self._completed_by_helper: Ended | None = None  # An averaging that the helper has completed.
+        self._by_helper: tuple[list[torch.Tensor], list[tuple[str, torch.Tensor]]] | None = None  # What it sends.
+        self._left_out = False  # Whether the helper has contributed nothing, since the program had other values here.
+        self._missed = 0  # Number of such averagings in a row, the last of which waits.
         self._lacking: dict[int, float] = {}  # See `lacking`.
 
     def begin(self) -> LocalSteps:
         """Enter the mode, in the training thread, with the parameters all ranks have."""
         self.plan, self._weight, self._steps, self._began_s = self._engine.plan, 0.0, 0, time.monotonic()
+        self._missed = 0
         return self
 
     @property
@@ -212,6 +220,7 @@ class LocalSteps:
         engine = self._engine
         weight = engine.own.weight
         engine.own.weight = self._weight = max(self._weight, _LEAST_WEIGHT)
+        self._left_out = False
         self._copy = _Copy() if copy else None
         for bucket in engine.applier.buckets:
             engine.submit_average(bucket, self._part(bucket))
@@ -263,16 +272,33 @@ class LocalSteps:
         if pending and engine.replica.left_alone:
             self._discard()
         found = self._completed_by_helper
+        if found is not None and self._missed and not self.over:  # Else it has to be equal to the others.
+            self._join_late(found)
         if self._use(self._write_live) and found is not None and found[2] is None:
             self._steps, self._began_s = 0, time.monotonic()
         self._engine.replica.catch_up()  # The helper may have written it to a shadow, with later steps replayed on it.
+
+    def _join_late(self, ended: Ended) -> None:
+        """Add to a mean of the others what this rank would have contributed, for this rank only.
+
+        After several, whose weights the last one's stands for, it counts as much less.
+        """
+        result, extras, _ = ended
+        result.fence.order(*result.means, *extras)
+        share, self._missed = 1.0 / self._missed, 0
+        for bucket, mean in zip(self._engine.applier.buckets, result.means, strict=True):
+            mean[:-1].mul_(mean[-1:])
+            mean.add_(self._part(bucket), alpha=share)
+            mean[:-1].div_(mean[-1:].clamp_min(torch.finfo(mean.dtype).tiny))
+        for total, (_, own) in zip(extras, self._state_part(), strict=True):
+            total.add_(own, alpha=share)
 
     def _discard(self) -> None:
         """Leave unused what was averaged before the program loaded the present values."""
         with self._engine.lock:
             if self._copy is not None:
                 self._copy.void = True
-            found, self._completed_by_helper = self._completed_by_helper, None
+            found, self._completed_by_helper, self._missed = self._completed_by_helper, None, 0
         if found is not None and found[2] is None:  # This rank's steps were in it.
             self._steps, self._began_s = 0, time.monotonic()
         self._engine.replica.discard_average()
@@ -293,10 +319,11 @@ class LocalSteps:
     def absorbable(self) -> bool:
         """Whether an averaging waits that replaces this rank's state.
 
-        One to be added as a difference is instead included in the helper's next contribution.
+        One to be added as a difference is instead included in the helper's next contribution. One that this rank was
+        left out of replaces it only if the mode ended with it.
         """
         found = self._completed_by_helper
-        return found is not None and found[2] is None
+        return found is not None and found[2] is None and (not self._missed or self.over)
 
     @property
     def waiting(self) -> bool:
@@ -344,8 +371,23 @@ class LocalSteps:
     # ---- averaging: the engine's side -------------------------------------------------------------------------
 
     def proxy_contribution(self, bucket: Bucket) -> torch.Tensor:
-        """Return the helper's contribution for an inactive training thread: its steps since the last averaging."""
-        return self._part(bucket)
+        """Return the helper's contribution for an inactive training thread: its steps since the last averaging.
+
+        Nothing, of weight 0, while the program has other values in the parameters' place.
+        """
+        if self._by_helper is None:
+            self._by_helper = self._all_parts()
+        return self._by_helper[0][bucket.index]
+
+    def _all_parts(self) -> tuple[list[torch.Tensor], list[tuple[str, torch.Tensor]]]:
+        """Return the helper's contribution to parameters and state; together, as they need the same weight."""
+        parts, state = [self._part(bucket) for bucket in self._engine.applier.buckets], self._state_part()
+        # Asked behind the copies: the program may have begun to change them meanwhile.
+        self._left_out = self._engine.replica.out_of_place
+        if self._left_out:
+            for part in (*parts, *(own for _, own in state)):
+                part.zero_()
+        return parts, state
 
     def _part(self, bucket: Bucket) -> torch.Tensor:
         """Return this rank's part of the average of a bucket's parameters."""
@@ -370,6 +412,11 @@ class LocalSteps:
         return None if found is None or found[2] is None or found[2].void else (found[0], found[1], found[2])
 
     def extras(self) -> list[tuple[str, torch.Tensor]]:
+        """See `Averaging`."""
+        by_helper, self._by_helper = self._by_helper, None
+        return self._state_part() if by_helper is None else by_helper[1]
+
+    def _state_part(self) -> list[tuple[str, torch.Tensor]]:
         """Return the optimizer's state times this rank's weight: a tensor per bucket and key, and one for the rest."""
         found, state = [], self._engine.applier.optimizer.state
         with self._engine.replica.copying():
@@ -407,7 +454,8 @@ class LocalSteps:
         """Keep an averaging that the helper completed."""
         result.fence = self._engine.streams.give(AVERAGED)
         self._completed_by_helper = (result, extras, self._copy)
-        if not self._sent:  # It consisted of what the training thread had done by then.
+        self._missed = self._missed + 1 if self._left_out else 0
+        if not self._sent and not self._left_out:  # It consisted of what the training thread had done by then.
             self._weight = 0.0
         self._sent, self._copy = False, None
 
@@ -420,8 +468,8 @@ class LocalSteps:
     ) -> None:
         """Write averages into the live parameters and state, or into those of a copy."""
         result, extras, copy = ended
-        if copy is not None and copy.void:
-            return
+        if (copy is not None and copy.void) or not all(on_host.weights):
+            return  # It is of values that were replaced, or of no rank's.
         position, state = 0, (optimizer or self._engine.applier.optimizer).state
         chosen = buckets or self._engine.applier.buckets
         if copy is not None:

@@ -7,6 +7,7 @@ over. This module is what the training thread does in between: gather positions,
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -98,7 +99,7 @@ class Meetings:
         limit_s, asked = time.monotonic() + deadline_s, False
         while True:
             # A dropped optimizer has no reference left, and its helper may already have ended on some ranks.
-            own = self._positions()
+            own = self._left_out_together(self._positions())
             found = gather_positions(own, self._check, deadline_s, reason)
             leaving = leaving_servers(found)
             if leaving:
@@ -122,6 +123,15 @@ class Meetings:
 
     def _positions(self) -> list[Position]:
         return [driver.position() for driver in list(self._drivers.values()) if not driver.dropped]
+
+    def _left_out_together(self, own: list[Position]) -> list[Position]:
+        """If nothing of an optimizer may be changed, this rank stays inactive: helpers then average for the others."""
+        if not any(position.mid_step for position in own):
+            return own
+        return [
+            dataclasses.replace(each, mid_step=each.mid_step or self._drivers[each.optimizer].makes_local_steps)
+            for each in own
+        ]
 
     @torch.inference_mode(False)
     def leave_servers(self, reason: str, driver: StepDriver, deadline_s: float) -> None:

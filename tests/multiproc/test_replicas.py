@@ -12,6 +12,7 @@ PLAIN = ("partial(3)", "partial(1)", "subgroup(0,1,2)", "subgroup(1,2)", "local(
 PLAIN += ("ssp(2)", "switching")
 EXCHANGED = tuple(f"exchanged:partial(2):{how}" for how in ("copied", "replaced", "copied,met", "copied,saved"))
 EXCHANGED += ("exchanged:ps(2):copied,met", "exchanged:grouped(2):copied,met")
+EXCHANGED += ("exchanged:local(3):copied,met", "exchanged:local(3):replaced", "exchanged:local(3):copied,saved")
 LOADED = ("loaded:partial(2):model", "loaded:partial(2):both", "loaded:subgroup(0,1,2):both", "loaded:local(3):both")
 LOADED += ("loaded:ps(2):model", "loaded:grouped(2):both")
 # Last: its job has no Horovod afterwards.

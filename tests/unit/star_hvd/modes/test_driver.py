@@ -14,6 +14,7 @@ from star_hvd.channel.messages.base import Arrive, HeaderNote
 from star_hvd.config import Config
 from star_hvd.engine.header import Contribution, HeaderCodec
 from star_hvd.modes.driver import StepDriver
+from star_hvd.modes.local_sgd import LocalSteps
 from star_hvd.modes.step_reporter import StepReporter
 
 
@@ -117,3 +118,36 @@ def test_the_timeline_of_many_ranks_does_not_name_them_all_in_every_step() -> No
     assert [len(one) for one in members] == [1000, 1000, 999, 1000] and members[0] == list(range(world_size))
     assert members[0] is members[1]
     assert all(one is other for one, other in zip(members[0], members[3], strict=True)), "integers are shared, too"
+
+
+@pytest.mark.parametrize(("broadcasts", "left_alone"), [(False, True), (True, True), (False, False)])
+def test_local_steps_are_not_averaged_where_other_values_are_in_the_parameters_place(
+    broadcasts: bool, left_alone: bool
+) -> None:
+    """A broadcast replaces what is there on all ranks, so it needs what all have."""
+    did = list[str]()
+
+    class Local(LocalSteps):
+        over, just_averaged = False, True  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            """Without an engine."""
+
+        def take_over(self) -> None:
+            """Nothing has ended without it."""
+
+        def catch_up(self) -> None:
+            did.append("average")
+
+        def refresh_state(self) -> None:
+            did.append("refresh")
+
+    engine = SimpleNamespace(
+        agreement=SimpleNamespace(mixed=True), lock=threading.Condition(), plan=Plan.local(2, steps=2), step=3
+    )
+    made = driver(engine, needs_state=lambda: False)
+    engine.replica.left_alone, made.broadcasts = left_alone, broadcasts
+    made.local = made.switcher.active_mode = Local()
+    made.catch_up()
+    made.refresh_state()
+    assert did == ([] if left_alone and not broadcasts else ["average", "refresh"])

@@ -424,3 +424,85 @@ def test_an_averaging_that_ended_without_it_does_not_replace_what_a_rank_has_loa
     steps.take_over()
     assert all(bool((param == 10.0).all()) for bucket in engine.applier.buckets for param in bucket.params)
     assert engine.replica.state is ReplicaState.CURRENT and engine.step == engine.next_step and not steps.waiting
+
+
+# ---- other values in the parameters' place, for a while --------------------------------------------------------------
+
+
+def help_for(pair: Pair, rank: int) -> None:
+    """The coordinator closes the step that this inactive rank is missing in."""
+    engine = pair.engines[rank]
+    engine.close(engine.next_step)
+    for _ in range(20):
+        engine.helper_tick()
+        pair.reduce()
+
+
+def averaged_without_the_second(times: int = 1) -> Pair:
+    """Rank 1 has made a step and evaluates other values, inactive, while rank 0 comes to averagings."""
+    pair = Pair(momentum=0.5)
+    pair.step(1)
+    load(pair.engines[1], 1000.0, state_too=False)
+    pair.engines[1].set_inactive(True)
+    for _ in range(times):
+        for _ in range(2):
+            pair.step(0)
+        help_for(pair, 1)
+        pair.steps[0].refresh_state()
+    assert pair.value(1) == 1000.0, "nothing is written in their place"
+    return pair
+
+
+def test_values_that_a_rank_evaluates_in_the_parameters_place_get_into_no_average() -> None:
+    pair = averaged_without_the_second()
+    assert pair.value(0) == 1.0 + 1.5 and pair.engines[0].step == 1
+    load(pair.engines[1], 3.0, state_too=False)  # The former ones.
+    pair.engines[1].set_inactive(False)
+    pair.steps[1].take_over()
+    assert pair.value(1) == pytest.approx((2 * 2.5 + 1 * 3.0) / 3), "as if it had been in the averaging"
+    assert pair.engines[1].replica.state is ReplicaState.CURRENT and pair.engines[1].step == 1
+    mine = pair.value(1)
+    pair.step(0)
+    meet(pair)
+    assert pair.value(0) == pair.value(1) == pytest.approx((4.25 + mine) / 2), "its step counts here"
+    assert states(pair, 0) == states(pair, 1)
+
+
+def test_after_several_averagings_a_rank_that_was_left_out_counts_as_much_less() -> None:
+    pair = averaged_without_the_second(times=2)
+    load(pair.engines[1], 3.0, state_too=False)
+    pair.engines[1].set_inactive(False)
+    theirs = pair.value(0)
+    pair.steps[1].take_over()
+    assert pair.value(1) == pytest.approx((2 * theirs + 0.5 * 3.0) / 2.5)
+
+
+def test_a_mode_that_ends_with_such_an_averaging_leaves_equal_replicas() -> None:
+    pair = averaged_without_the_second()
+    second = pair.engines[1]
+    with second.lock:
+        second.agreement.plan = Plan.sync(2, plan_id=2)
+    load(second, 3.0, state_too=False)
+    second.set_inactive(False)
+    pair.steps[1].exit()
+    assert states(pair, 0) == states(pair, 1)
+
+
+def test_an_averaging_without_any_rank_changes_nothing() -> None:
+    pair = Pair()
+    for rank in range(2):
+        pair.step(rank)
+        load(pair.engines[rank], 1000.0, state_too=False)
+        pair.engines[rank].set_inactive(True)
+        pair.engines[rank].close(0)
+    for _ in range(20):
+        for engine in pair.engines:
+            engine.helper_tick()
+        pair.reduce()
+    for rank, engine in enumerate(pair.engines):
+        load(engine, 1.0 + 2.0 * rank, state_too=False)
+        engine.set_inactive(False)
+        with engine.lock:
+            engine.agreement.plan = Plan.sync(2, plan_id=2)  # Else a rank takes what it would have contributed.
+        pair.steps[rank].take_over()
+        assert pair.value(rank) == 1.0 + 2.0 * rank and engine.step == 1

@@ -47,3 +47,37 @@ def test_ranks_meet_under_a_condition_and_are_inactive_once(together: bool, monk
     with made.meeting("the end", 1.0, out_of_data=True, if_true=condition):
         assert met == ["the end"] * together
     assert [(type(message), message.away) for message in sent] == [(Away, True), (Away, False)]
+
+
+@pytest.mark.parametrize("within", [False, True])
+def test_a_rank_that_stays_inactive_leaves_averagings_of_its_other_optimizers_to_their_helpers(
+    within: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An averaging by the training thread and one by the helper would get into each other's way."""
+    caught_up, gathered = list[int](), list[list[bool]]()
+
+    class Driver:
+        dropped, makes_local_steps, active_mode = False, True, object()
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def position(self) -> Position:
+            inside = within and self.number == 0
+            return Position(0, self.number, 3, 3, whole=True, out_of_common_steps=True, mid_step=inside)
+
+        def catch_up(self) -> None:
+            caught_up.append(self.number)
+
+        def finish_step(self) -> None: ...
+        def set_inactive(self, inactive: bool) -> None: ...
+        def confirm_inactive(self) -> None: ...
+
+    def gather(own: list[Position], check: Any, deadline_s: float, what: str) -> list[Position]:
+        gathered.append([position.mid_step for position in own])
+        return own
+
+    monkeypatch.setattr(meetings, "gather_positions", gather)
+    drivers: Any = {number: Driver(number) for number in range(2)}
+    Meetings(drivers, lambda message: None, lambda: None).meet("a barrier", 60.0, out_of_data=False)
+    assert gathered == [[within, within]] * 2 and caught_up == ([] if within else [0, 1])
