@@ -554,7 +554,7 @@ class _Methods:
         return state
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load the optimizer's state, on all ranks; discards an unfinished step."""
+        """Load the optimizer's state, on all ranks; discards an unfinished step and gradients that wait for a step."""
         self._star.core.forget()
         if isinstance(self._star.core, BucketCore):
             self._star.core.leave_remote_state()

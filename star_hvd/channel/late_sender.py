@@ -92,6 +92,7 @@ class LateSender:
         self._waiting: Sum | None = None
         self.unanswered: Sum | None = None
         self._busy = self._closed = False
+        self._discarded = False  # Whether the parameters that follow the push in flight are no longer wanted.
         self._error: Exception | None = None
         self._snapshot: Snapshot | None = None
         self._sent: list[Sent] = []
@@ -119,6 +120,16 @@ class LateSender:
             self._check()
             sent, snapshot, self._sent, self._snapshot = self._sent, self._snapshot, [], None
         return sent, snapshot
+
+    def discard(self) -> Sum | None:
+        """Return the gradients that were not sent, and forget them, and the parameters that have come or are to come.
+
+        A push in flight cannot be taken back.
+        """
+        with self._changed:
+            unsent, self._waiting, self._snapshot, self._discarded = self._waiting, None, None, self._busy
+            self._changed.notify_all()
+        return unsent
 
     def flush(self, deadline_s: float) -> None:
         """Wait until everything is sent.
@@ -172,7 +183,9 @@ class LateSender:
                     self.unanswered = None
                 snapshot = self._receive(contained)
                 with self._changed:
-                    self._busy, self._snapshot = False, snapshot or self._snapshot
+                    if not self._discarded:
+                        self._snapshot = snapshot or self._snapshot
+                    self._busy = self._discarded = False
                     self._changed.notify_all()
         except Exception as error:
             with self._changed:

@@ -644,7 +644,7 @@ class StepEngine:
             self._changed()
 
     def drop_pending(self) -> None:
-        """Count the gradients that still wait for a step as dropped, since no further step follows."""
+        """Count the gradients that still wait for a step as dropped: none follows, or one on other parameters."""
         with self.lock:
             self.late.drop_all()
 

@@ -443,6 +443,17 @@ class StepDriver:
                     break
                 self._change_mode()  # The mode ended meanwhile, and with it the requested state.
 
+    def state_loaded(self) -> None:
+        """The program has loaded the optimizer's state, and loads parameters before or behind this.
+
+        Gradients of the former parameters that wait for a step are dropped.
+        """
+        self.engine.replica.set_aside(state_loaded=True)
+        self.engine.drop_pending()
+        active = self.active_mode
+        if isinstance(active, ChildSteps):
+            active.discard()
+
     def accept_late(self, rank: int, version: int, body: bytearray) -> int:
         """Take over a gradient of a rank outside the subgroup; return the first step whose parameters will contain it.
 

@@ -159,6 +159,12 @@ class ChildSteps:
             self._sender.flush(self._deadline_s)
             self._take_results(self._sender)
 
+    def discard(self) -> None:
+        """Drop gradients that were not sent, and parameters that have come: the program has loaded a state since."""
+        unsent = self._sender.discard() if self._sender is not None else None
+        if unsent is not None:
+            self._engine.not_taken(unsent.weight, unsent.count)
+
     def _newest(self, min_step: int) -> Snapshot | None:
         return StateSources(parent=Parent(self._link, state_too=False)).find(min_step, _PATIENCE_S, self._wanted)
 

@@ -480,7 +480,7 @@ class BucketCore:
     def state_loaded(self, state: Mapping[str, Any]) -> None:
         """Load what `save_residuals` added on this rank; parameters are loaded, too, before or behind this."""
         if self._attached is not None and self.attached_to(runtime.current()):
-            self.driver.engine.replica.set_aside(state_loaded=True)
+            self.driver.state_loaded()
         if self.wire is not None:
             self.wire.load(state.get(STATE_KEY), self._indices())
 

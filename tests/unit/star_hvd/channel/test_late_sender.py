@@ -123,3 +123,28 @@ def test_all_of_the_thread_is_on_streams_of_its_own() -> None:
     sender.flush(DEADLINE_S)
     assert sender.close(DEADLINE_S) is None and sender.ended
     assert found == [True, True]
+
+
+def test_what_is_discarded_is_not_sent_and_parameters_from_before_are_not_handed_over() -> None:
+    link = SlowLink()
+    sender = LateSender(link, "late", lambda contained: Snapshot(contained, [torch.ones(1)], [{}]))
+    assert sender.discard() is None
+    sender.add(gradient(1.0), 5)
+    link.free.release()
+    sender.flush(DEADLINE_S)
+    sender.add(gradient(2.0), 6)
+    for _ in range(2):
+        assert link.begun.acquire(timeout=DEADLINE_S)
+    sender.add(gradient(4.0), 7)
+    unsent = sender.discard()  # Parameters have come, and others will with the push that is under way.
+    assert unsent is not None and (unsent.version, unsent.count, unsent.weight) == (7, 1, 1.0)
+    link.free.release()
+    sender.flush(DEADLINE_S)
+    sent, snapshot = sender.take_results()
+    assert [each.version for each in sent] == [5, 6] and snapshot is None and len(link.taken) == 2
+    sender.add(gradient(8.0), 8)
+    link.free.release()
+    sender.flush(DEADLINE_S)
+    (_, snapshot) = sender.take_results()
+    assert snapshot is not None and snapshot.step == 10
+    assert sender.close(DEADLINE_S) is None

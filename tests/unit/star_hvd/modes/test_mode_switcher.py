@@ -414,6 +414,38 @@ def test_a_childs_checkpoint_does_not_wait_for_a_parent_that_waits_for_it(monkey
     assert torch.equal(engine.applier.buckets[0].params[0], given.params[0])
 
 
+def test_gradients_that_a_child_has_not_sent_are_dropped_when_the_program_loads_a_state() -> None:
+    world = World(1, world_size=3)
+    engine, begun, free = world.engines[2], threading.Event(), threading.Event()
+    plan = Plan.subgroup(3, (0, 1), plan_id=1)
+    with engine.lock:
+        engine.agreement.plan = plan
+
+    class Parent(Line):
+        def push(self, flats: Any, version: int) -> int:
+            begun.set()
+            assert free.wait(DEADLINE_S)
+            return version + 1
+
+    steps = child_steps(engine, plan, line=Parent(), background=True)
+    made = StepDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
+    made.engine, made.switcher = engine, cast(Any, SimpleNamespace(active_mode=steps))
+    for _ in range(2):
+        for bucket in engine.applier.buckets:
+            steps.give(bucket)
+        steps.step(skip=False)
+        assert begun.wait(DEADLINE_S)
+    made.state_loaded()
+    free.set()
+    counters = engine.counters
+    assert counters.drops == 1 and counters.produced_weight == counters.dropped_weight == pytest.approx(1.0)
+    assert engine.replica.state_loaded
+    with engine.lock:
+        engine.agreement.plan = Plan.sync(3, plan_id=2)
+    steps.exit()
+    assert engine.pending_weight == 0.0 and counters.drops == 1
+
+
 def test_a_child_that_has_what_is_newest_gets_it_once() -> None:
     """Over a slow link parameters take long; where ranks meet twice, at the same step, all would wait for it twice."""
     world = World(1, world_size=3)

@@ -211,6 +211,21 @@ def test_a_state_between_synchronize_and_step_is_that_of_before_the_step(monkeyp
     assert float(rank.hooked.pair[0].detach()[0]) == pytest.approx(-0.1)
 
 
+def test_gradients_that_wait_for_a_step_are_dropped_when_a_state_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are of the parameters before: of a model that had diverged, say."""
+    rank = Stepping(monkeypatch)
+    for bucket in rank.core.buckets:
+        bucket.flat.fill_(float("nan"))
+        rank.engine.own.count_produced()
+        rank.engine.late.keep(bucket, 1.0, 0)
+    assert rank.engine.pending_weight == 1.0
+    rank.core.state_loaded({})
+    assert rank.engine.pending_weight == 0.0 and rank.engine.counters.dropped_weight == 1.0
+    assert rank.engine.counters.produced_weight == pytest.approx(1.0)
+    rank.core.state_loaded({})
+    assert rank.engine.counters.drops == 1, "there is nothing to drop where no gradient waits"
+
+
 def test_step_hooks_are_in_the_middle_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A meeting there leaves this rank where it is, and a checkpoint contains this step, though others made more."""
     rank = Stepping(monkeypatch)
