@@ -93,7 +93,7 @@ class WireChoice:
 
     def restart(self) -> None:
         """Start over with other ranks that reduce together: earlier measurements do not apply to them."""
-        self.wanted = self._chosen = NONE
+        self.wanted, self._chosen, self.reason = NONE, NONE, ""
         self._rest = _FIRST_REST
         self._begin_trial()
 

@@ -66,6 +66,7 @@ class LossyWire(Wire):
         self._owner = uuid.uuid4().hex
         self._rank = 0
         self._world_size = 1
+        self._asked: int | None = None  # What the last header asked for; None before the plan's first.
 
     # ---- what the engine calls ------------------------------------------------------------------------------
 
@@ -81,6 +82,7 @@ class LossyWire(Wire):
 
     def restart(self) -> None:
         self._use(NONE)
+        self._asked = None
         self._unit = 1.0  # In float16, see `BucketCodec.encode`.
         self._arrived_s: float | None = None
         self._ended_s: float | None = None
@@ -134,13 +136,14 @@ class LossyWire(Wire):
         now_s = self._clock()
         if self._ended_s is not None and self._arrived_s is not None:
             decided = self.choice.observe(self.form, now_s - self._ended_s, now_s - self._arrived_s)
-            if decided and self._rank == 0:
+            if decided and self._leads:
                 logger.info("gradients travel as %s", self.choice.reason)
         else:
             self.choice.miss()
         self._ended_s, self._arrived_s = now_s, None
         self._ask()
-        self._use(asked if 0 <= asked < len(FORMS) else NONE)
+        self._asked = asked if 0 <= asked < len(FORMS) else NONE
+        self._use(self._asked)
         if 0.0 < mean_weight < math.inf:  # Else no rank gave a gradient, or a weight overflowed.
             exponent = math.frexp(mean_weight)[1] - 1
             self._unit = 2.0 ** max(-_MOST_EXPONENT, min(exponent, _MOST_EXPONENT))
@@ -208,10 +211,21 @@ class LossyWire(Wire):
         self.choice.lossiest = LOW_RANK if equal else HALF
 
     def explain(self) -> str:
-        found = f"gradients travel as {self.forbidden or self.choice.reason or 'they are until their steps are timed'}"
+        found = f"gradients travel as {self.forbidden or self._explain_form()}"
         if self.choice.lossiest < LOW_RANK and not self.forbidden:
             found += "; low rank is not tried, as ranks differ in processor, number of threads or torch"
         return found if self._to_servers is None else f"{found}; {self._to_servers.explain()}"
+
+    @property
+    def _leads(self) -> bool:
+        return self.leader == self._rank
+
+    def _explain_form(self) -> str:
+        if self._leads:
+            return self.choice.reason or "they are until their steps are timed"
+        if self._asked is None:  # Always so on a rank outside the members, which reads no headers.
+            return f"rank {self.leader} asks, which leads the ranks that reduce them: see its log"
+        return f"{FORMS[self._asked]}, as rank {self.leader} asks"
 
     def state(self, indices: Mapping[torch.nn.Parameter, int]) -> dict[str, Any] | None:
         """Return this rank's residuals for a checkpoint, None if there are none.

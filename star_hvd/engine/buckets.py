@@ -197,11 +197,13 @@ class Wire:
 
     Attributes:
         wanted: Encoding that this rank, if it leads, requests for the next step's gradients; 0 is unchanged.
+        leader: The rank that leads, whose request counts.
         lossy: Whether the next step's encoding loses information.
         has_tail: Whether a header can travel behind the weight of a bucket that has room for it.
     """
 
     wanted: int = 0
+    leader: int = 0
     lossy: bool = False
     has_tail: bool = True
 

@@ -68,6 +68,7 @@ class StepExchange:
         self._mean_factor = mean_factor
         self._carrier: Bucket | None = None
         self.choose_carrier()
+        wire.leader = agreement.members[0]
         wire.begin(applier.streams, agreement.rank, agreement.plan.world_size)
 
     def choose_carrier(self) -> None:
@@ -83,6 +84,7 @@ class StepExchange:
     def plan_taken(self) -> None:
         """Switch to the collective of the new plan."""
         self.timing.restart()
+        self._wire.leader = self._agreement.members[0]
         self._wire.restart()
         plan = self._agreement.plan
         if plan.mode != "subgroup":
@@ -125,7 +127,7 @@ class StepExchange:
 
     def submit_header(self, step: OpenStep, item: Contribution, averaging: Averaging | None) -> None:
         """Submit the header, behind the carrier if there is one, and the extra tensors that `averaging` averages."""
-        if self._agreement.rank == self._agreement.members[0]:
+        if self._agreement.rank == self._wire.leader:
             item.wire = self._wire.wanted
         if item.fresh:
             item.waited = self.timing.waits()

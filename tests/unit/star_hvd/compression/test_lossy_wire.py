@@ -312,3 +312,37 @@ def test_a_push_is_a_quarter_of_the_gradient_where_loss_is_allowed() -> None:
     assert 0.25 < made.pushed_part < 0.26
     made.forbid("they are: the clipping needs them")
     assert made.pushed_part == 1.0 == Wire().pushed_part
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_form_is_logged_and_explained_as_the_rank_that_leads_has_decided(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a subgroup without rank 0 another rank leads."""
+
+    class Decides(WireChoice):
+        def observe(self, form: int, step_s: float, exposed_s: float) -> bool:
+            self.reason = "decided here"
+            return True
+
+    made, _, _ = wire(rank=rank)
+    made.choice, made.leader = Decides(), 1
+    made.restart()
+    assert ("rank 1 asks" in made.explain()) == (rank == 0)
+    with caplog.at_level("INFO", logger="star_hvd"):
+        for _ in range(2):
+            made.arrived()
+            made.ended(HALF)
+    assert ("decided here" in caplog.text) == (rank == 1)
+    assert ("decided here" if rank == 1 else "fp16, as rank 1 asks") in made.explain()
+    made.restart()  # Another plan.
+    assert "decided here" not in made.explain() and "fp16" not in made.explain()
+
+
+def test_the_first_member_leads_its_subgroup() -> None:
+    world = LossyWorld(3, steps=2, uneven=False)
+    world.run()
+    engine = world.engines[0]
+    assert engine.wire.leader == 0
+    engine.resume(Plan.subgroup(3, (1, 2), plan_id=9), engine.step)
+    assert engine.wire.leader == 1 and "rank 1 asks" in engine.wire.explain()
