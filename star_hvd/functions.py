@@ -4,6 +4,9 @@ A rank inside a blocking collective of the user's program delivers no gradients.
 reports itself to the coordinator as inactive, so that other ranks do not wait for it. Before that, all ranks are at the
 same place in their programs, as under Horovod, and nothing is reported: otherwise a rank that leaves a broadcast
 slightly after the others would lose its first gradient.
+
+A program that also calls the functions of the package `horovod.torch` gets these ones there while it has an optimizer
+of `star_hvd`: the names that Horovod gives to unnamed operations count those of a process, which no longer match then.
 """
 
 from __future__ import annotations
@@ -11,14 +14,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
+import sys
 import time
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
-import horovod.torch as hvd
+import horovod.torch
 import torch
+from horovod.torch import functions as horovod_functions
 from horovod.torch import global_process_set, mpi_ops
-from horovod.torch.functions import broadcast_optimizer_state as _broadcast_optimizer_state
 
 from star_hvd import build_check
 from star_hvd.channel.messages.joins import ProgramCollective
@@ -62,6 +68,8 @@ __all__ = [
     "shutdown",
     "synchronize",
 ]
+
+logger = logging.getLogger("star_hvd")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -258,9 +266,9 @@ for _each in (
     _name_in_backward(_each)
 barrier = _inactive_in(mpi_ops.barrier)
 _synchronize = _inactive_in(mpi_ops.synchronize, meets=False)  # In different orders on different ranks, or by `poll`.
-broadcast_parameters = _broadcasting(hvd.broadcast_parameters, state=False)
-broadcast_object = _inactive_in(hvd.broadcast_object)
-allgather_object = _inactive_in(hvd.allgather_object)
+broadcast_parameters = _broadcasting(horovod_functions.broadcast_parameters, state=False)
+broadcast_object = _inactive_in(horovod_functions.broadcast_object)
+allgather_object = _inactive_in(horovod_functions.allgather_object)
 
 
 @functools.partial(_broadcasting, state=True)
@@ -272,7 +280,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [(param, param.detach().clone()) for param in params]
-    _broadcast_optimizer_state(optimizer, root_rank, model)
+    horovod_functions.broadcast_optimizer_state(optimizer, root_rank, model)
     with torch.no_grad():
         for param, value in before:
             param.copy_(value)
@@ -335,3 +343,66 @@ def join(*args: Any, **kwargs: Any) -> int:
     last = run.join() if run is not None and run.trains else None
     of_horovod = int(mpi_ops.join(*args, **kwargs))
     return of_horovod if last is None else last
+
+
+# ---- under Horovod's names --------------------------------------------------------------------------------------
+
+_MARK = "_star_hvd_replaces"
+_LIBRARIES = ("star_hvd", "horovod")
+
+
+def needed(name: str) -> bool:
+    """Whether a program that calls `name` of `horovod.torch` needs the function of this module.
+
+    Horovod's `init` would forget operations in flight, and its `shutdown` leave while other ranks still train.
+    """
+    run = runtime.current()
+    return run is not None and (run.trains or name in ("init", "shutdown"))
+
+
+def replace_in_horovod(ours: Mapping[str, Callable[..., Any]]) -> None:
+    """Replace functions of the package `horovod.torch`; those that were replaced before are replaced anew.
+
+    Its modules `mpi_ops` and `functions`, which Horovod's own modules and ours use, keep Horovod's.
+    """
+    for name, function in ours.items():
+        found = getattr(horovod.torch, name)
+        horovods = found.__wrapped__ if hasattr(found, _MARK) else found
+        setattr(horovod.torch, name, _replacement(name, horovods, function))
+
+
+def _replacement(name: str, horovods: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(horovods)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if not needed(name) or _of_library(str(sys._getframe(1).f_globals.get("__name__"))):
+            return horovods(*args, **kwargs)
+        return ours(*args, **kwargs)
+
+    # Pickled by reference, it becomes whatever has this name where it is loaded.
+    function.__module__, function.__qualname__ = "horovod.torch", name
+    setattr(function, _MARK, True)
+    return function
+
+
+def _of_library(module: str) -> bool:
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def rebind_imported() -> None:
+    """Put the replacements where modules that were imported before hold Horovod's functions as global names."""
+    replacements: dict[int, Callable[..., Any]] = {}
+    for name, function in vars(horovod.torch).items():
+        if hasattr(function, _MARK):  # `mpi_ops` has others by now of those whose backward pass is a collective.
+            replacements |= {id(each): function for each in (function.__wrapped__, getattr(mpi_ops, name, function))}
+    for module_name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType) and not _of_library(module_name):
+            names = object.__getattribute__(module, "__dict__")  # Without the import that a lazy module would make.
+            for name, value in list(names.items()):
+                replacement = replacements.get(id(value))
+                if replacement is not None and replacement is not value:
+                    names[name] = replacement
+                    logger.debug("%s.%s is now the function of star_hvd", module_name, name)
+
+
+replace_in_horovod({name: globals()[name] for name in __all__})
+rebind_imported()

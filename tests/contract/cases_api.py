@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 import star_hvd
@@ -23,6 +22,7 @@ from tests.contract.harness import (
     warned,
     wrapped,
 )
+from tests.support.plain import horovod
 
 # ---- errors ---------------------------------------------------------------------------------------------------
 

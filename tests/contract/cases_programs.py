@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 import star_hvd
@@ -24,6 +23,7 @@ from tests.contract.harness import (
     params_of,
     wrapped,
 )
+from tests.support.plain import horovod
 from tests.support.signals import PATIENCE_S
 
 STEPS = 8

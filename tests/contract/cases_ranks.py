@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 import star_hvd
@@ -28,6 +27,7 @@ from tests.contract.harness import (
     wrapped,
 )
 from tests.support.inside import driver_of
+from tests.support.plain import horovod
 
 
 @case()

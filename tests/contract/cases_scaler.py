@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 from tests.contract.harness import (
@@ -24,6 +23,7 @@ from tests.contract.harness import (
     warned,
     wrapped,
 )
+from tests.support.plain import horovod
 
 
 def _scale_and_step(api: Api, recipe: str, **options: Any) -> tuple[Any, torch.nn.Module, list[float]]:

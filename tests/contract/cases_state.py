@@ -7,7 +7,6 @@ import io
 import pickle
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 import star_hvd
@@ -28,6 +27,7 @@ from tests.contract.harness import (
     values_of,
     warned,
 )
+from tests.support.plain import horovod
 
 
 def _adamw(params: Any) -> torch.optim.Optimizer:

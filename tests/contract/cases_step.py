@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 from tests.contract.harness import (
@@ -25,6 +24,7 @@ from tests.contract.harness import (
     warned,
     wrapped,
 )
+from tests.support.plain import horovod
 
 # ---- closures -------------------------------------------------------------------------------------------------
 

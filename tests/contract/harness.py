@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 import star_hvd
+from tests.support.plain import horovod
 
 __all__ = [
     "CASES",

@@ -32,8 +32,7 @@ from tests.contract import (
 from tests.contract.harness import CASES, Api, Context
 from tests.support.launch import write_result
 from tests.support.patient import wait_without_spinning
-
-import horovod.torch as horovod  # isort: skip
+from tests.support.plain import horovod
 
 __all__ = ["case_ids"]
 

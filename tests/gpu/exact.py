@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 import star_hvd as hvd
@@ -33,6 +32,7 @@ from tests.gpu.job import (
 )
 from tests.multiproc.compression_job import lossy_optimizer
 from tests.support.inside import inside
+from tests.support.plain import horovod
 
 BATCH, PARTS, STEPS = 16, 4, 24
 SAMPLE_BYTES = 16 << 20  # Of the activations of a sample, where memory is to run out.

@@ -23,13 +23,13 @@ RANK = int(os.environ.get("HOROVOD_RANK", "0"))
 if "HOROVOD_RANK" in os.environ:  # In a rank, not in the tests that import this.
     os.environ["NCCL_HOSTID"] = f"rank{RANK}"  # Else NCCL refuses two ranks on one GPU.
 
-import horovod.torch as horovod  # noqa: E402
 import torch  # noqa: E402
 
 import star_hvd as hvd  # noqa: E402
 from tests.multiproc import modes  # noqa: E402
 from tests.support.inside import inside  # noqa: E402
 from tests.support.launch import write_result  # noqa: E402
+from tests.support.plain import horovod  # noqa: E402
 
 Facts = dict[str, Any]
 LIMIT_S = 90.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 import star_hvd as hvd
@@ -14,6 +13,7 @@ from star_hvd.wrapper.hierarchical_collective import HandOut
 from tests.multiproc.modes import CONFIG, go_into
 from tests.multiproc.overlap_job import digest
 from tests.support.launch import write_result
+from tests.support.plain import horovod
 
 STEPS = 6
 TOUR = ("partial(3)", "sync", "subgroup(0,1,2)", "sync", "local(2)", "sync")

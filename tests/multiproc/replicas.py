@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import horovod.torch as horovod
 import torch
 
 import star_hvd as hvd
 from tests.multiproc.modes import CONFIG, MODES, deadline, publish, within
 from tests.multiproc.scenarios import Facts, batch, compute, digest, model, run_each
 from tests.support.inside import driver_of, inside
+from tests.support.plain import horovod
 
 SCHEDULES = 6  # Of each mode.
 PAUSES_S = [0.0] * 12 + [0.002, 0.01, 0.03]

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import horovod.torch as horovod
+import horovod.torch as horovod_torch
 import torch
+from horovod.torch import allreduce as allreduce_of_horovod_torch
 
 import star_hvd as hvd
 from scheduler.records import Plan
@@ -24,6 +25,7 @@ from star_hvd.runtime import runtime
 from tests.support.inside import driver_of
 from tests.support.launch import write_result
 from tests.support.patient import wait_without_spinning
+from tests.support.plain import horovod
 from tests.support.signals import PATIENCE_S, mark, marked
 
 Facts = dict[str, Any]
@@ -491,6 +493,26 @@ def collectives_at_the_end_of_epochs() -> Facts:
 
 
 @scenario
+def functions_of_horovod_torch() -> Facts:
+    """A plain loop whose program uses `horovod.torch` beside its optimizer, without names."""
+    net = model()
+    optimizer = sgd(net, "partial(1)")
+    means, digests, limit_s = [], [], time.monotonic() + PATIENCE_S
+    for epoch in itertools.count():
+        steps(net, optimizer, 12, first=12 * epoch)
+        own = torch.tensor(float(hvd.rank()))
+        means.append([float(horovod_torch.allreduce(own)), float(allreduce_of_horovod_torch(own))])
+        digests.append(digest(net))
+        slow_only = (slow_rank(), time.monotonic() > limit_s)
+        over = horovod_torch.broadcast_object(slow_only, int(hvd.size()) - 1)
+        assert over[0], "the object of another rank"
+        horovod_torch.barrier()
+        if epoch >= 3 and (seen_anywhere(optimizer, "seen beside", "late", "folds") or over[1]):
+            break
+    return end(net, optimizer) | {"means": means, "digests": digests}
+
+
+@scenario
 def auto_without_a_slow_rank() -> Facts:
     net = model()
     optimizer, times_s = sgd(net, "auto"), []
@@ -525,6 +547,18 @@ def auto_with_a_rank_that_recovers() -> Facts:
             (relaxed, over or (relaxed and modes[-1] == "sync"), modes), 0, name="auto"
         )
     return end(net, optimizer) | {"modes": modes}
+
+
+@scenario
+def shutdown_of_horovod_torch() -> Facts:
+    """The last scenario: Horovod is shut down while the slow rank has steps to make that the others do not wait for."""
+    net = model()
+    optimizer = sgd(net, "partial(1)")
+    await_mode(net, optimizer, relaxed=True)
+    steps(net, optimizer, 20)
+    horovod_torch.shutdown()
+    stats = optimizer.stats()
+    return {"digest": digest(net), "stats": stats, "all_stats": [stats], "initialized": bool(hvd.is_initialized())}
 
 
 def _modes() -> list[str]:

@@ -1,0 +1,130 @@
+"""Programs that use `horovod.torch` beside `star_hvd`: which functions they get, and when."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import pickle
+import subprocess
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import horovod.torch
+import pytest
+from horovod.torch import mpi_ops
+
+import star_hvd
+from star_hvd import functions
+from star_hvd.runtime import runtime
+from tests.support.plain import horovod as horovod_plain
+
+NAMES = sorted(functions.__all__)
+
+
+class Running:
+    """A runtime as far as it says whether there is an optimizer."""
+
+    def __init__(self, *, trains: bool) -> None:
+        self.trains = trains
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Who was called, with `allreduce` and `shutdown` replaced as on import."""
+    found: list[str] = []
+    kept = {name: getattr(horovod.torch, name) for name in ("allreduce", "shutdown")}
+
+    def noting(who: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: found.append(f"{who}{args}{kwargs or ''}")
+
+    for name in kept:
+        setattr(horovod.torch, name, noting("theirs"))
+    ours = {name: noting("ours") for name in kept}
+    functions.replace_in_horovod(ours)
+    yield found
+    for name, function in kept.items():
+        setattr(horovod.torch, name, function)
+
+
+def _call_from(module: str, name: str = "allreduce") -> None:
+    exec(f"import horovod.torch as hvd\nhvd.{name}(1)", {"__name__": module})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_function_looks_like_horovods(name: str) -> None:
+    function = getattr(horovod.torch, name)
+    assert function is not getattr(horovod_plain, name) and function is not getattr(star_hvd, name)
+    assert inspect.signature(function) == inspect.signature(getattr(horovod_plain, name))
+    assert function.__doc__ == getattr(horovod_plain, name).__doc__
+    assert pickle.loads(pickle.dumps(function)) is function
+
+
+def test_horovods_own_modules_keep_theirs() -> None:
+    for module in (mpi_ops, horovod.torch.functions, horovod.torch.optimizer, horovod.torch.elastic):
+        replaced = [getattr(horovod.torch, name) for name in NAMES]
+        assert not [name for name, value in vars(module).items() if any(value is each for each in replaced)]
+
+
+def test_without_an_optimizer_nothing_changes(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _call_from("program")
+    monkeypatch.setattr(runtime, "current", lambda: Running(trains=False))  # A loader alone.
+    _call_from("program")
+    assert calls == ["theirs(1,)", "theirs(1,)"]
+    _call_from("program", "shutdown")
+    assert calls[2:] == ["ours(1,)"], "its threads end before Horovod does"
+
+
+def test_with_an_optimizer_programs_get_ours(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "current", lambda: Running(trains=True))
+    for module in ("__main__", "program.metrics", "horovod_helpers", "star_hvd.runtime.x", "horovod.spark.x"):
+        _call_from(module)
+    assert calls == ["ours(1,)"] * 3 + ["theirs(1,)"] * 2
+
+
+def test_replaced_twice_is_replaced_once(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "current", lambda: Running(trains=True))
+    functions.replace_in_horovod({"allreduce": lambda *args: calls.append("newer")})
+    _call_from("program")
+    monkeypatch.setattr(runtime, "current", lambda: None)
+    _call_from("program")
+    assert calls == ["newer", "theirs(1,)"]
+
+
+@pytest.mark.parametrize("where", ["horovod.torch", "mpi_ops"])
+def test_names_imported_before_are_bound_again(
+    where: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    early = types.ModuleType("early_helper")
+    source: Any = horovod_plain if where == "horovod.torch" else mpi_ops
+    vars(early).update(reduce=source.allreduce, broadcast_object=horovod_plain.broadcast_object, size=mpi_ops.size)
+    monkeypatch.setitem(sys.modules, "early_helper", early)
+    monkeypatch.setitem(sys.modules, "not a module", object())  # type: ignore[arg-type]
+    before = {name: getattr(mpi_ops, name) for name in NAMES if hasattr(mpi_ops, name)}
+    with caplog.at_level(logging.DEBUG, "star_hvd"):
+        functions.rebind_imported()
+    bound: Any = early
+    assert bound.reduce is horovod.torch.allreduce and bound.broadcast_object is horovod.torch.broadcast_object
+    assert bound.size == mpi_ops.size
+    assert "early_helper.reduce is now the function of star_hvd" in caplog.text
+    assert before == {name: getattr(mpi_ops, name) for name in before}
+    assert functions.horovod_functions.broadcast_object is horovod_plain.broadcast_object
+
+
+def test_a_lazy_module_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lazy(types.ModuleType):
+        def __getattribute__(self, name: str) -> Any:
+            raise AssertionError(f"{name} of a lazy module was looked up")
+
+    monkeypatch.setitem(sys.modules, "lazy", Lazy("lazy"))
+    functions.rebind_imported()
+
+
+def test_a_module_that_is_loaded_again_wraps_horovods_functions() -> None:
+    script = (
+        "import importlib; from star_hvd import functions; importlib.reload(functions); import horovod.torch as hvd; "
+    )
+    script += "print([n for n in functions.__all__ if hasattr(getattr(hvd, n).__wrapped__, '__wrapped__')])"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
