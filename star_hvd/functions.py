@@ -374,7 +374,8 @@ def replace_in_horovod(ours: Mapping[str, Callable[..., Any]]) -> None:
 def _replacement(name: str, horovods: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(horovods)
     def function(*args: Any, **kwargs: Any) -> Any:
-        if not needed(name) or _of_library(str(sys._getframe(1).f_globals.get("__name__"))):
+        caller = sys._getframe().f_back  # None if it is not Python that calls, as with exit handlers.
+        if not needed(name) or (caller is not None and _of_library(str(caller.f_globals.get("__name__")))):
             return horovods(*args, **kwargs)
         return ours(*args, **kwargs)
 

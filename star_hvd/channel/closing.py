@@ -30,7 +30,11 @@ def close_within(close: Callable[[], None], what: str, deadline_s: float = CLOSE
         Whether it was closed in time.
     """
     thread = supervised(close, "star-close", critical=False)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # From Python 3.12 on, exit handlers start no threads; what is still to be sent matters more.
+        close()
+        return True
     thread.join(deadline_s)
     if thread.is_alive():
         logger.warning("%s did not close within %g s; it is left open until this process ends", what, deadline_s)

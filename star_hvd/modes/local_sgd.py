@@ -22,6 +22,7 @@ contributed, and its steps count in the next averaging.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -271,27 +272,36 @@ class LocalSteps:
         pending = self._copy is not None or engine.replica.state is ReplicaState.AVERAGE_PENDING
         if pending and engine.replica.left_alone:
             self._discard()
+        if self._missed and not self.over:  # Else it has to be equal to the others.
+            self._join_late()
         found = self._completed_by_helper
-        if found is not None and self._missed and not self.over:  # Else it has to be equal to the others.
-            self._join_late(found)
         if self._use(self._write_live) and found is not None and found[2] is None:
             self._steps, self._began_s = 0, time.monotonic()
         self._engine.replica.catch_up()  # The helper may have written it to a shadow, with later steps replayed on it.
 
-    def _join_late(self, ended: Ended) -> None:
+    def _join_late(self) -> None:
         """Add to a mean of the others what this rank would have contributed, for this rank only.
 
         After several, whose weights the last one's stands for, it counts as much less.
         """
-        result, extras, _ = ended
+        found, share = self._completed_by_helper, 1.0 / self._missed
+        if found is None:
+            return
+        result, extras, copy = found
         result.fence.order(*result.means, *extras)
-        share, self._missed = 1.0 / self._missed, 0
+        means = []
         for bucket, mean in zip(self._engine.applier.buckets, result.means, strict=True):
-            mean[:-1].mul_(mean[-1:])
-            mean.add_(self._part(bucket), alpha=share)
-            mean[:-1].div_(mean[-1:].clamp_min(torch.finfo(mean.dtype).tiny))
-        for total, (_, own) in zip(extras, self._state_part(), strict=True):
-            total.add_(own, alpha=share)
+            joined = mean.clone()
+            joined[:-1].mul_(joined[-1:])
+            joined.add_(self._part(bucket), alpha=share)
+            joined[:-1].div_(joined[-1:].clamp_min(torch.finfo(joined.dtype).tiny))
+            means.append(joined)
+        totals = [total.add(own, alpha=share) for total, (_, own) in zip(extras, self._state_part(), strict=True)]
+        # The helper may write the former one at any moment until this, if the mode ends with it.
+        with self._engine.lock:
+            if self._completed_by_helper is found:
+                ended = dataclasses.replace(result, means=means, fence=self._engine.streams.give(AVERAGED))
+                self._completed_by_helper, self._missed = (ended, totals, copy), 0
 
     def _discard(self) -> None:
         """Leave unused what was averaged before the program loaded the present values."""

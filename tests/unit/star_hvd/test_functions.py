@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import inspect
 import logging
 import pickle
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -81,6 +83,16 @@ def test_with_an_optimizer_programs_get_ours(calls: list[str], monkeypatch: pyte
     for module in ("__main__", "program.metrics", "horovod_helpers", "star_hvd.runtime.x", "horovod.spark.x"):
         _call_from(module)
     assert calls == ["ours(1,)"] * 3 + ["theirs(1,)"] * 2
+
+
+def test_a_call_from_outside_of_python_is_the_programs(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit handlers and hooks of autograd's threads have no caller."""
+    monkeypatch.setattr(runtime, "current", lambda: Running(trains=True))
+    _thread.start_new_thread(horovod.torch.allreduce, (1,))
+    limit_s = time.monotonic() + 60.0
+    while not calls and time.monotonic() < limit_s:
+        time.sleep(0.01)
+    assert calls == ["ours(1,)"]
 
 
 def test_replaced_twice_is_replaced_once(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

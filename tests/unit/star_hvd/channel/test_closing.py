@@ -24,6 +24,18 @@ def test_an_error_of_closing_is_told_and_nothing_else_fails(caplog: pytest.LogCa
     assert "star-close" in caplog.text
 
 
+def test_where_no_thread_can_be_started_it_is_closed_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in exit handlers of Python 3.12."""
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    closed: list[threading.Thread] = []
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    assert close_within(lambda: closed.append(threading.current_thread()), "it", CLOSE_S)
+    assert closed == [threading.current_thread()]
+
+
 def test_a_context_with_a_socket_that_stays_open_is_left(caplog: pytest.LogCaptureFixture) -> None:
     context = zmq.Context()
     socket = context.socket(zmq.PAIR)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -475,6 +476,24 @@ def test_after_several_averagings_a_rank_that_was_left_out_counts_as_much_less()
     theirs = pair.value(0)
     pair.steps[1].take_over()
     assert pair.value(1) == pytest.approx((2 * theirs + 0.5 * 3.0) / 2.5)
+
+
+def test_the_helper_uses_no_averaging_to_which_a_rank_is_adding_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = averaged_without_the_second()
+    load(pair.engines[1], 3.0, state_too=False)
+    second = pair.engines[1]
+    second.set_inactive(False)
+    copying = second.replica.copying
+
+    @contextlib.contextmanager
+    def then_the_helper() -> Iterator[None]:
+        with copying():
+            yield
+        second.helper_tick()
+
+    monkeypatch.setattr(second.replica, "copying", then_the_helper)
+    pair.steps[1].take_over()
+    assert pair.value(1) == pytest.approx((2 * 2.5 + 1 * 3.0) / 3)
 
 
 def test_a_mode_that_ends_with_such_an_averaging_leaves_equal_replicas() -> None:
