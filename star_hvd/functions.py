@@ -396,7 +396,8 @@ def rebind_imported() -> None:
         if hasattr(function, _MARK):  # `mpi_ops` has others by now of those whose backward pass is a collective.
             replacements |= {id(each): function for each in (function.__wrapped__, getattr(mpi_ops, name, function))}
     for module_name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and not _of_library(module_name):
+        # By its type: libraries of cffi and the like call themselves modules, and have no names of this kind.
+        if issubclass(type(module), types.ModuleType) and not _of_library(module_name):
             names = object.__getattribute__(module, "__dict__")  # Without the import that a lazy module would make.
             for name, value in list(names.items()):
                 replacement = replacements.get(id(value))

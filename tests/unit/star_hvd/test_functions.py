@@ -124,6 +124,19 @@ def test_names_imported_before_are_bound_again(
     assert functions.horovod_functions.broadcast_object is horovod_plain.broadcast_object
 
 
+def test_what_calls_itself_a_module_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        """As libraries that cffi has opened."""
+
+        __slots__ = ()
+        __class__ = types.ModuleType  # type: ignore[assignment]
+
+    library = Library()
+    assert isinstance(library, types.ModuleType)
+    monkeypatch.setitem(sys.modules, "opened_library", library)
+    functions.rebind_imported()
+
+
 def test_a_lazy_module_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     class Lazy(types.ModuleType):
         def __getattribute__(self, name: str) -> Any:
