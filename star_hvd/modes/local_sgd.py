@@ -372,7 +372,8 @@ class LocalSteps:
         """Does nothing: averagings end without the training thread, since the helper takes part in them."""
 
     def shutdown(self) -> None:
-        """Does nothing: the helper averages for an inactive rank until its engine ends."""
+        """End the averaging in flight: no later step would use it. Until the engine ends, the helper averages."""
+        self.refresh_state()
 
     def exit(self) -> None:
         """Leave the mode, which has ended right after an averaging."""
