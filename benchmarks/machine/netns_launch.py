@@ -32,10 +32,18 @@ def write_plan(path: Path, network: Network, each: int = 1) -> None:
     path.write_text(json.dumps(plan), encoding="utf-8")
 
 
-def netns_command(plan: Path, module: str, *arguments: str) -> list[str]:
-    """Return the command that runs `python -m module arguments` in the namespaces of the plan."""
-    launcher = [sys.executable, "-m", "benchmarks.machine.netns_launch", str(plan)]
-    return [*launcher, sys.executable, "-m", module, *arguments]
+def netns_command(
+    plan: Path, module: str, *arguments: str, start: Sequence[str] = (sys.executable, "-m")
+) -> list[str]:
+    """Return the command that runs `python -m module arguments` in the namespaces of the plan.
+
+    Args:
+        plan: The plan's file.
+        module: The program of every rank.
+        arguments: Its arguments.
+        start: The words before the module.
+    """
+    return [sys.executable, "-m", "benchmarks.machine.netns_launch", str(plan), *start, module, *arguments]
 
 
 def _executor(hosts: Sequence[Host]) -> Callable[[str, Any, list[threading.Event]], Outcome]:

@@ -27,7 +27,7 @@ from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, freeze, mark, marked
 
 # Steps that no rank makes where one waits for the frozen process. So many that batches handed out in advance are used.
-WARM_STEPS, STEP_S, SAMPLES, STEPS_SINCE, RECOVERED_STEPS = 10, 0.025, 4_000_000, 400, 100
+WARM_STEPS, STEP_S, SAMPLES, STEPS_SINCE, RECOVERED_STEPS = 10, 0.04, 4_000_000, 300, 70
 FROZEN_S = 12.0
 """Longer than `Config.lost_after_s` and than any limit of a server that does not answer."""
 AFTER_S = 3.0  # Rank 0 trains on for so long, with its server, which it has not heard for a while.

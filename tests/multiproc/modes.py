@@ -32,7 +32,7 @@ CONFIG = hvd.Config(plan_deadline_s=200.0, control_deadline_s=200.0)
 SLOW_S, FAST_S = 0.03, 0.004
 LIMIT_S = 300.0  # More than anything is waited for.
 COUNTED_S = 1.0
-SWITCHING_S, LEAST_SWITCHES = 45.0, 15
+SWITCHING_S, LEAST_SWITCHES = 30.0, 15
 MODES = ["sync", "partial(3)", "subgroup(0,1,2)", "subgroup(1,2)", "local(3)", "grouped(2)"]
 MODES += ["subgroup(1,2,3)", "subgroup(0,3)", "subgroup(0,1)", "subgroup(0,2,3)"]  # More sets than are kept.
 MODES += ["ps(4)", "ps(1)", "ps(2)"]

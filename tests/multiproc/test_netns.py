@@ -12,6 +12,8 @@ import pytest
 from benchmarks.machine.netns import Network, NetworkError
 from benchmarks.machine.netns_launch import netns_command, write_plan
 from tests.multiproc.netns_job import FLOATS
+from tests.support.forkserver import ADDRESS, server_address
+from tests.support.launch import FORKED
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(1200)]
 
@@ -44,8 +46,9 @@ def test_a_job_on_two_hosts_feels_the_rate_of_the_slower_link(tmp_path: Path) ->
 def _reduction_s(network: Network, folder: Path) -> float:
     """Time of an all-reduce of 2 MB under the launcher, on the rank where it is shortest."""
     write_plan(folder / "hosts.json", network)
-    command = netns_command(folder / "hosts.json", "tests.multiproc.netns_job", str(folder))
+    command = netns_command(folder / "hosts.json", "tests.multiproc.netns_job", str(folder), start=FORKED)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "STAR_RUN_LOG": "0"}
+    environment[ADDRESS] = server_address()
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

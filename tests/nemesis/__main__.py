@@ -26,6 +26,8 @@ from benchmarks.machine.netns import Network, NetworkError
 from benchmarks.machine.netns_launch import netns_command, write_plan
 from tests.nemesis.faults import FAULTS, ROLES, USUAL_BITS_PER_S, Nemesis, possible
 from tests.nemesis.job import SAMPLES
+from tests.support.forkserver import ADDRESS, server_address
+from tests.support.launch import FORKED
 
 MODES = (
     "sync", "partial(3)", "subgroup(0,1,2)", "local(3)", "grouped(2)", "ps(1)", "ps(3)", "ssp(2)", "ps(backup=1)",
@@ -95,9 +97,9 @@ def run(seed: int, mode: str, strikes: list[tuple[str, str]]) -> Outcome:
         write_plan(folder / "hosts.json", network)
         with (folder / "output.txt").open("wb") as sink:
             job = subprocess.Popen(
-                netns_command(folder / "hosts.json", "tests.nemesis.job", str(folder), mode),
+                netns_command(folder / "hosts.json", "tests.nemesis.job", str(folder), mode, start=FORKED),
                 cwd=REPOSITORY,
-                env={**os.environ, "PYTHONPATH": str(REPOSITORY), **ENVIRONMENT},
+                env={**os.environ, "PYTHONPATH": str(REPOSITORY), ADDRESS: server_address(), **ENVIRONMENT},
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,

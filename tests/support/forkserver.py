@@ -6,8 +6,8 @@ rank that only waits for it. Four ranks that do nothing took 6.2 s of processor 
 optimizer each that makes five steps, 9.2 s and 2.9 s.
 
 The server is started on first use and ends with its owner. `stub.py` replaces `horovodrun` and every rank: it passes
-its arguments, environment, working directory and output to the server, forwards signals to the forked process, and
-ends as that ends.
+its arguments, environment, working directory, output, and network namespace to the server, forwards signals to the
+forked process, and ends as that ends.
 
 Differences from a rank that was started by itself: all ranks hash strings alike, the parent process is another,
 torch's compiler and `star_hvd` are imported from the start (none of its modules reads the environment then), and a
@@ -21,6 +21,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -51,6 +52,8 @@ LAUNCHER = "horovodrun"
 EXECUTOR = "horovod.runner.common.util.safe_shell_exec"
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_LIMIT_S = 300.0
+STREAMS = 3  # Descriptors of a process's input and output; those of its namespaces follow.
+LIBC = ctypes.CDLL(None, use_errno=True)  # `os.setns` came with Python 3.12.
 _started: list[str] = []
 
 
@@ -113,9 +116,11 @@ def _watch(connection: socket.socket) -> dict[str, Any]:
     if rank == 0:
         connection.close()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for target, source in enumerate(descriptors):
+        for target, source in enumerate(descriptors[:STREAMS]):
             os.dup2(source, target)
             os.close(source)
+        for name, descriptor in zip(("net", "mnt"), descriptors[STREAMS:], strict=True):
+            _enter(name, descriptor)
         return request
     for descriptor in descriptors:
         os.close(descriptor)
@@ -130,6 +135,18 @@ def _watch(connection: socket.socket) -> dict[str, Any]:
     os._exit(0)
 
 
+def _enter(name: str, descriptor: int) -> None:
+    """Enter the stub's namespace, if it is in another than this process: it stands for a rank on another host.
+
+    Raises:
+        OSError: The system does not allow it.
+    """
+    if os.fstat(descriptor).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino and LIBC.setns(descriptor, 0):
+        number = ctypes.get_errno()
+        raise OSError(number, f"cannot enter the {name} namespace of the stub: {os.strerror(number)}")
+    os.close(descriptor)
+
+
 def _kill(pid: int, with_children: bool) -> None:
     """Kill a forked process, and for a launcher also its children: stubs, and processes that wait for stubs."""
     forked = psutil.Process(pid)
@@ -140,7 +157,7 @@ def _kill(pid: int, with_children: bool) -> None:
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     descriptors = array.array("i")
-    data, extra, _, _ = connection.recvmsg(8, socket.CMSG_SPACE(3 * descriptors.itemsize))
+    data, extra, _, _ = connection.recvmsg(8, socket.CMSG_SPACE((STREAMS + 2) * descriptors.itemsize))
     for _, _, sent in extra:
         descriptors.frombytes(sent)
     (size,) = struct.unpack("<q", data)

@@ -26,7 +26,8 @@ from tests.support import forkserver
 __all__ = ["JOB_LIMIT_S", "DeadlineMissed", "JobResult", "run_job", "write_result"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-STUB = Path(__file__).with_name("stub.py")
+FORKED = (sys.executable, "-S", str(Path(__file__).with_name("stub.py")))
+"""The words before a module that the fork server is to run, whose address has to be in the environment."""
 RESULTS = "TEST_JOB_RESULTS"  # Environment variable: the folder that the ranks write to.
 JOB_LIMIT_S = 600.0
 """Within this every job of the tests ends, on the busiest machine; only one that hangs is ended by it."""
@@ -106,7 +107,7 @@ def run_job(
     """
     program = Path(sys.executable).parent / forkserver.LAUNCHER
     assert program.is_file(), f"{program} does not exist: Horovod is not installed for {sys.executable}"
-    options, forked = ["-np", str(ranks), "--gloo", *horovodrun_args], [sys.executable, "-S", str(STUB)]
+    options, forked = ["-np", str(ranks), "--gloo", *horovodrun_args], FORKED
     if fresh:
         how = [] if module_or_script.endswith(".py") else ["-m"]
         command = [str(program), *options, sys.executable, *how, module_or_script, *args]
