@@ -74,6 +74,11 @@ class _Batches:
         return _mean(weights, passes)
 
     @property
+    def may_be_ahead(self) -> bool:
+        """Whether the loop fetches ahead, or has taken several batches before its first gradient, as if it did."""
+        return self.ahead or (self._gradients == 0 and self._unused > 1 and not self._skips)
+
+    @property
     def largest(self) -> float:
         """The largest recent weight, 0 if there is none."""
         return max(list(self._weights), default=0.0)
@@ -132,6 +137,11 @@ class Feeding:
         """Whether the loop over a loader takes a batch before the gradient of the last one. For any thread."""
         batches = self._batches.get(loader)
         return batches is not None and batches.ahead
+
+    def may_fetch_ahead(self, loader: int) -> bool:
+        """Whether the gradient to come may be of another batch than the one a loader gave last."""
+        batches = self._batches.get(loader)
+        return batches is not None and batches.may_be_ahead
 
     def note(self, loader: int, weight: float) -> None:
         """Note a batch that a loader hands out.

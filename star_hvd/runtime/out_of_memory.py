@@ -95,7 +95,9 @@ class Repeats:
             load: Returns the data of samples start to stop of the batch.
         """
         self._run, self._loader, self._steps_ended = run, loader, run.steps_ended
-        waiting = deque(_Part(0, samples).cut(run.memory.failed(loader)))
+        # If the loop fetches ahead, the part in hand would be another than the one it works on.
+        limit = 0 if run.feeding.fetches_ahead(loader) else run.memory.failed(loader)
+        waiting = deque(_Part(0, samples).cut(limit))
         in_hand: MicrobatchInHand | None = None
         outer = run.in_hand
         try:
@@ -137,6 +139,8 @@ class Repeats:
             return "the job has one rank: use a smaller batch_size"
         if run.steps_ended != self._steps_ended:
             return "a step was begun with the gradient of this batch"
+        if run.feeding.may_fetch_ahead(self._loader):
+            return "the loop takes a batch before the gradient of the one before it, so it is unknown which one failed"
         reason = next(filter(None, (driver.whole_only() for driver in drivers)), "") or self._equal_passes(drivers)
         if reason:
             return reason
@@ -181,10 +185,11 @@ class catch_out_of_memory:
     a step (`optimizer.stepped`). If the loss is a mean over the batch, the gradient is that of the whole batch. From
     then on, larger batches of this rank are split at that size, and under `sync(balanced)` it gets fewer samples, and
     others more, within a few steps. Other errors are raised as usual. So is an out-of-memory error after which nothing
-    can be repeated, with the reason in the log: with one sample, after `step()` has started, with a GradScaler, LBFGS,
-    sparse gradients or `backward_passes_per_step`, in modes in which a rank makes its steps alone, where ranks meet
-    inside a pass (`SyncBatchNorm`, a collective that backward goes through), and where Horovod reduces the gradients
-    itself, without weights (`groups`, a process set, the user's compressor, `gradient_predivide_factor`).
+    can be repeated, with the reason in the log: with one sample, after `step()` has started, in a loop that fetches a
+    batch ahead of the one it works on, with a GradScaler, LBFGS, sparse gradients or `backward_passes_per_step`, in
+    modes in which a rank makes its steps alone, where ranks meet inside a pass (`SyncBatchNorm`, a collective that
+    backward goes through), and where Horovod reduces the gradients itself, without weights (`groups`, a process set,
+    the user's compressor, `gradient_predivide_factor`).
 
     Args:
         loader: The loader from `hvd.shard` whose loop this is.

@@ -200,6 +200,7 @@ class World:
                 begin=lambda loader: None,
                 end=lambda loader, *, exhausted: None,
                 used=lambda loader: None,
+                fetches_ahead=lambda loader: self.ahead,
                 note=lambda loader, weight: self.weights.append(weight),
             ),
             inactive=lambda reason: contextlib.nullcontext(),

@@ -235,3 +235,19 @@ def test_a_batch_that_was_weighed_in_parts_is_none_fetched_ahead(program: Progra
     feeding.note(TRAINING, 1.0)
     feeding.used(TRAINING)
     assert program.step(TRAINING, weight=0.5) == 0.5 and not feeding.fetches_ahead(TRAINING)
+
+
+def test_a_loop_may_fetch_ahead_if_it_has_taken_several_batches_before_its_first_gradient(program: Program) -> None:
+    feeding = program.feeding
+    assert not feeding.may_fetch_ahead(TRAINING)
+    feeding.begin(TRAINING)
+    found = []
+    for _ in range(3):
+        feeding.note(TRAINING, 1.0)
+        found.append(feeding.may_fetch_ahead(TRAINING))
+    assert found == [False, True, True]
+    feeding.weight(1)
+    assert not feeding.may_fetch_ahead(TRAINING)
+    for _ in range(2):
+        feeding.note(TRAINING, 1.0)
+    assert not feeding.may_fetch_ahead(TRAINING), "batches that were left out"

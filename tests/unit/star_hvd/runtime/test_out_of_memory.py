@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import random
 import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from horovod.torch.sync_batch_norm import SyncBatchNorm
 from torch.utils.data.dataloader import default_collate
 
 from scheduler.records import parse_mode
+from star_hvd.input.feeding import Feeding
 from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.runtime.asked_plans import AskedPlans
 from star_hvd.runtime.memory_limits import MemoryLimits
@@ -37,7 +39,8 @@ class Run:
         self.agent = SimpleNamespace(send=self.sent.append)
         self.forgotten = 0
         self.used: list[int] = []  # Loaders whose batch was delivered in parts.
-        self.feeding = SimpleNamespace(used=self.used.append)
+        self.feeding = Feeding(lambda loader: None)
+        self.feeding.used = self.used.append  # type: ignore[method-assign]
         self.drivers = {
             0: SimpleNamespace(
                 whole_only=lambda: whole_only,
@@ -58,6 +61,12 @@ def _loader(repeats: Repeats) -> Any:
 
 def _deliver(run: Any, repeats: Repeats, numbers: list[int]) -> Any:
     return repeats.deliver(run, 0, len(numbers), numbers, lambda start, stop: numbers[start:stop])
+
+
+def _noted(run: Any, repeats: Repeats, numbers: list[int]) -> Any:
+    """Deliver a batch that the runtime notes, as the loader lets it."""
+    run.feeding.note(0, 1.0)
+    return _deliver(run, repeats, numbers)
 
 
 def test_every_sample_is_in_one_part_that_fits_and_the_last_one_makes_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,6 +152,47 @@ def test_what_cannot_be_repeated_is_raised_with_the_reason(
                 raise torch.OutOfMemoryError("CUDA out of memory")
     assert reason in caplog.text
     assert not run.sent
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_where_the_loop_fetches_a_batch_ahead_none_is_repeated_instead_of_another(
+    fails_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The batch delivered last is not the one the loop works on; before the first gradient two were delivered."""
+    run, repeats, trained = Run(), Repeats(), []
+
+    def fetched_ahead() -> Iterator[list[int]]:
+        run.feeding.begin(0)
+        batches = [list(range(8 * i, 8 * i + 8)) for i in range(5)]
+        loop = (part for batch in batches for part in _noted(run, repeats, batch))
+        present = next(loop)
+        for following in loop:
+            yield present
+            present = following
+
+    with pytest.raises(torch.OutOfMemoryError):
+        for batch in fetched_ahead():
+            with catch_out_of_memory(_loader(repeats)):
+                if batch[0] == 8 * fails_at:
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+                run.feeding.weight(1)
+                run.steps_ended += 1
+                trained.append(batch[0])
+    assert "takes a batch before the gradient of the one before it" in caplog.text
+    assert trained == [8 * i for i in range(fails_at)] and not run.sent and run.memory.failed(0) == 0
+
+
+def test_a_loop_that_fetches_ahead_gets_whole_batches_whatever_has_failed_in_an_earlier_loop() -> None:
+    """The part in hand would be another than the one the loop works on."""
+    run, repeats = Run(), Repeats()
+    run.memory.lower(0, 6)
+    assert [len(part) for part in _noted(run, repeats, list(range(8)))] == [4, 4]
+    run.feeding.begin(0)
+    for _ in range(2):
+        run.feeding.note(0, 1.0)
+    run.feeding.weight(1)
+    assert run.feeding.fetches_ahead(0)
+    assert [len(part) for part in _noted(run, repeats, list(range(8)))] == [8]
 
 
 @pytest.mark.parametrize("meets", [False, True])
