@@ -81,6 +81,7 @@ class Repeats:
         self._part: _Part | None = None  # The part the training loop works on.
         self._repeat: list[_Part] = []  # Parts of it to repeat after it failed.
         self._steps_ended = 0
+        self._steps_of_last = 0  # Steps made with the batch before, over all optimizers.
 
     def deliver(
         self, run: Runtime, loader: int, samples: int, data: Any, load: Callable[[int, int], Any]
@@ -114,6 +115,7 @@ class Repeats:
                 yield data if whole else load(part.start, part.stop)
                 waiting.extendleft(reversed(self._repeat))
                 self._repeat = []
+            self._steps_of_last = run.steps_ended - self._steps_ended
         finally:
             self._part = None
             if in_hand is not None:
@@ -141,6 +143,8 @@ class Repeats:
             return "a step was begun with the gradient of this batch"
         if run.feeding.may_fetch_ahead(self._loader):
             return "the loop takes a batch before the gradient of the one before it, so it is unknown which one failed"
+        if self._steps_of_last > max(1, len(drivers)):
+            return "several steps were made with the batch before it, while the parts of a batch make one step"
         reason = next(filter(None, (driver.whole_only() for driver in drivers)), "") or self._equal_passes(drivers)
         if reason:
             return reason
@@ -186,10 +190,10 @@ class catch_out_of_memory:
     then on, larger batches of this rank are split at that size, and under `sync(balanced)` it gets fewer samples, and
     others more, within a few steps. Other errors are raised as usual. So is an out-of-memory error after which nothing
     can be repeated, with the reason in the log: with one sample, after `step()` has started, in a loop that fetches a
-    batch ahead of the one it works on, with a GradScaler, LBFGS, sparse gradients or `backward_passes_per_step`, in
-    modes in which a rank makes its steps alone, where ranks meet inside a pass (`SyncBatchNorm`, a collective that
-    backward goes through), and where Horovod reduces the gradients itself, without weights (`groups`, a process set,
-    the user's compressor, `gradient_predivide_factor`).
+    batch ahead of the one it works on or makes several steps with each batch, with a GradScaler, LBFGS, sparse
+    gradients or `backward_passes_per_step`, in modes in which a rank makes its steps alone, where ranks meet inside a
+    pass (`SyncBatchNorm`, a collective that backward goes through), and where Horovod reduces the gradients itself,
+    without weights (`groups`, a process set, the user's compressor, `gradient_predivide_factor`).
 
     Args:
         loader: The loader from `hvd.shard` whose loop this is.

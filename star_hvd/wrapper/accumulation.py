@@ -16,6 +16,13 @@ from star_hvd.input.microbatches import MicrobatchInHand
 
 __all__ = ["Accumulation"]
 
+_SECOND = (
+    "backward gave a gradient behind step() with the same micro-batch, which would count twice; expected one step() "
+    "for each, after all of its backward passes. To make several steps with each batch, leave microbatches out of "
+    "hvd.shard (and hvd.catch_out_of_memory, which cuts a batch that does not fit). If it is of another optimizer's "
+    "loss, set requires_grad_(False) meanwhile for the parameters that this loss does not train"
+)
+
 
 class Accumulation:
     """The partially accumulated gradient of one optimizer's step.
@@ -32,6 +39,7 @@ class Accumulation:
         self.weight, self.count = 0.0, 0
         self._sparse_as_dense = sparse_as_dense
         self._latest: MicrobatchInHand | None = None
+        self._stepped: MicrobatchInHand | None = None  # That whose gradient is in the latest step, made or to be made.
         self._filled: dict[torch.nn.Parameter, torch.Tensor] = {}  # Views into the buckets that hold a sum.
         self._held: dict[torch.nn.Parameter, torch.Tensor] = {}  # Views that hold the gradient of a whole batch.
         self._taken: set[torch.nn.Parameter] = set()  # Parameters whose gradient of the latest micro-batch was added.
@@ -40,8 +48,10 @@ class Accumulation:
         """Add the gradient that a backward pass has left in `param.grad`.
 
         Raises:
-            StarError: It is sparse, or of another micro-batch than `part`.
+            StarError: It is sparse, of another micro-batch than `part`, or behind `step()` with the same one.
         """
+        if part is self._stepped:
+            raise StarError(_SECOND)
         if part.behind:
             raise StarError(
                 "the loop took a second micro-batch before the first gave a gradient; expected backward() and step() "
@@ -75,6 +85,11 @@ class Accumulation:
                 self._filled[param] = view
         param.grad = None
 
+    def note_step(self, part: MicrobatchInHand) -> None:
+        """Note that `step()` was called while a micro-batch is in hand, whether or not it is the step's last one."""
+        if part is self._latest:  # Otherwise it gave no gradient yet, and may still give one.
+            self._stepped = part
+
     def hold(
         self, failed: MicrobatchInHand | None, given: dict[torch.nn.Parameter, torch.Tensor]
     ) -> frozenset[torch.nn.Parameter]:
@@ -107,6 +122,6 @@ class Accumulation:
 
     def clear(self) -> None:
         """Reset for the next step."""
-        self.weight, self.count = 0.0, 0
+        self.weight, self.count, self._latest = 0.0, 0, None
         self._filled.clear()
         self._held.clear()

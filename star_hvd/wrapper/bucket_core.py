@@ -396,7 +396,7 @@ class BucketCore:
     def whole(self) -> bool:
         """Whether this rank's gradient of the step is complete; False between a step's micro-batches.
 
-        Asked first by every step, so what the step is made with is attached here.
+        Asked first by every step, so what the step is made with is attached here, and the micro-batch noted.
 
         Raises:
             ValueError: `backward_passes_per_step` is above 1, which defines steps in another way.
@@ -410,6 +410,7 @@ class BucketCore:
                 f"backward_passes_per_step is {self.passes} with hvd.shard(..., microbatches=); expected 1: the loader "
                 "says which micro-batches make a step"
             )
+        self._accumulation.note_step(part)
         return part.is_last
 
     def _whole_only(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import gc
 import random
@@ -193,6 +194,25 @@ def test_a_loop_that_fetches_ahead_gets_whole_batches_whatever_has_failed_in_an_
     run.feeding.weight(1)
     assert run.feeding.fetches_ahead(0)
     assert [len(part) for part in _noted(run, repeats, list(range(8)))] == [8]
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_where_an_optimizer_makes_several_steps_with_each_batch_none_is_repeated(
+    optimizers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its parts would make one step. Two optimizers may make one step each."""
+    run, repeats, sizes = Run(), Repeats(), []
+    run.drivers = dict.fromkeys(range(optimizers), run.drivers[0])
+    with contextlib.nullcontext() if optimizers == 2 else pytest.raises(MemoryError):
+        for i in range(3):
+            for part in _deliver(run, repeats, list(range(8))):
+                with catch_out_of_memory(_loader(repeats)):
+                    if i == 2 and len(part) == 8:
+                        raise MemoryError
+                    sizes.append(len(part))
+                    run.steps_ended += 2 * (run.in_hand is None or run.in_hand.is_last)
+    assert sizes == ([8, 8] if optimizers == 1 else [8, 8, 4, 4])
+    assert ("several steps were made with the batch before it" in caplog.text) == (optimizers == 1)
 
 
 @pytest.mark.parametrize("meets", [False, True])

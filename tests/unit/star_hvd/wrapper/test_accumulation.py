@@ -82,6 +82,42 @@ def test_passes_that_failed_are_repeated_in_parts_and_nothing_counts_twice(
         assert param.grad is not None and torch.allclose(param.grad, wanted, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_gradient_behind_step_with_the_same_micro_batch_is_refused(is_last: bool) -> None:
+    """It would count again without its weight: two steps with each batch, as in the critic of a GAN or in SAM."""
+    param = torch.nn.Parameter(torch.zeros(2))
+    (bucket,), sum_of = pack([param], 1024), Accumulation(sparse_as_dense=False)
+    first, second = _part(4), _part(4)
+
+    def gradient(part: MicrobatchInHand) -> None:
+        param.grad = torch.ones(2)
+        sum_of.add(param, bucket, 0, part)
+
+    sum_of.note_step(first)  # With the gradient of a batch before.
+    for part in (first, first, second):  # Such as the losses of real and of generated samples.
+        gradient(part)
+    assert (sum_of.count, sum_of.weight) == (2, 2.0)
+    sum_of.note_step(second)
+    if is_last:
+        sum_of.finish()
+        sum_of.clear()
+    with pytest.raises(StarError, match="leave microbatches out of hvd.shard"):
+        gradient(second)
+    gradient(_part(4))
+    assert sum_of.count == (1 if is_last else 3)
+
+
+def test_a_micro_batch_whose_gradient_was_discarded_may_give_it_again() -> None:
+    param = torch.nn.Parameter(torch.zeros(2))
+    (bucket,), sum_of, part = pack([param], 1024), Accumulation(sparse_as_dense=False), _part(8)
+    for _ in range(2):
+        sum_of.clear()
+        param.grad = torch.ones(2)
+        sum_of.add(param, bucket, 0, part)
+    sum_of.finish()
+    assert param.grad is not None and param.grad.tolist() == [1.0, 1.0]
+
+
 def test_sparse_gradients_are_refused_or_made_dense() -> None:
     table = torch.nn.Embedding(5, 2, sparse=True)
     bucket = pack([table.weight], 1024)[0]

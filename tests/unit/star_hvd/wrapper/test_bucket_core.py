@@ -21,6 +21,7 @@ from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
 from star_hvd.input.feeding import Feeding
+from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
 from star_hvd.wrapper import bucket_core
@@ -134,6 +135,21 @@ def test_a_batch_is_not_repeated_where_memory_ran_out_on_the_way_to_a_reduction(
     with pytest.raises(torch.OutOfMemoryError):
         hooked.gradient(second)
     assert "handed to its reduction" in hooked.core.driver.whole_only()
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_each_optimizer_makes_one_step_with_a_micro_batch(monkeypatch: pytest.MonkeyPatch, is_last: bool) -> None:
+    """Another optimizer's step with it, such as that of a critic, changes nothing."""
+    critic, hooked = (Hooked(monkeypatch, lambda bucket: None) for _ in range(2))
+    critic.core.run.in_hand = hooked.core.run.in_hand = MicrobatchInHand(8, 8.0, lambda: not is_last, 1.0)
+    critic.gradient(critic.pair[0])
+    assert critic.core.whole == is_last
+    for _ in range(2):
+        hooked.gradient(hooked.pair[0])
+    assert hooked.core.whole == is_last
+    for each in (critic, hooked):
+        with pytest.raises(StarError, match="step"):
+            each.gradient(each.pair[0])
 
 
 @pytest.mark.parametrize("by_step", [False, True])
