@@ -21,7 +21,8 @@ most 5 % and three steps without a slow rank. No window satisfies both, so the r
 Links, starved and frozen ranks. `partial` needs every rank's network and a processor for its helper in every step, so
 it isolates a job from slow compute only. `subgroup` needs neither from ranks that are not members, and `ps` needs
 nothing of a rank that does not push. Hence a rank with a slow link becomes a child of a subgroup, or the job uses
-servers on other hosts; for a starved or repeatedly frozen rank the job uses servers, with x = n less the slow ranks. It
+servers on other hosts; for a starved or repeatedly frozen rank the job uses servers, with x = n less the slow ranks. If
+such a rank has a server, the job passes through `sync` to servers on other ranks, as running ones cannot move. It
 returns to `sync` once no rank was slow for `_QUIET` steps. A window has no history of links and silence, so the rule
 records which ranks were slow at which step. Hysteresis: a link is slow below half of the usual rate and normal above
 three quarters of it; a plan ends after `_QUIET` steps without a slow rank and begins after `PERSISTENCE` slow ones.
@@ -406,13 +407,14 @@ class RulePolicy:
     def _adjust_servers(
         self, window: Window, active: Plan, found: Sequence[Straggler], hard: dict[int, Straggler]
     ) -> Plan | None:
-        """From `ps`: change x, replace servers on slow ranks, or return to `sync`."""
+        """From `ps`: change x, or return to `sync`: if no rank is slow, or before servers off the slow ranks."""
         if not self._still(range(self.world_size)):
             return self._back(window, active)
         slow = [*{**{s.rank: s for s in found}, **hard}.values()]
-        if set(active.servers) & set(hard) and len(hard) < self.world_size:
-            moved = self._servers(window, active, active.quorum, slow)
-            return moved if moved.servers != active.servers else None
+        if "sync" in window.allowed and self._has_better_servers(window, active, hard, slow):
+            # From `ps` to `ps` servers stay where they are; from `sync` they are placed anew.
+            sentences = "; ".join(hard[rank].sentence for rank in active.servers if rank in hard)
+            return self._sync(active, f"{sentences}: {{label}} until servers run on other ranks")
         if active.rule != "x":
             return None
         now = self.world_size - len(self._choose(slow, hard))
@@ -424,6 +426,13 @@ class RulePolicy:
             reason = f"at most {most} ranks were slow at once for {_QUIET} steps: {{label}}"
             return self._finish(active.replace(quorum=wanted, plan_id=active.plan_id + 1), reason)
         return None
+
+    def _has_better_servers(
+        self, window: Window, active: Plan, hard: dict[int, Straggler], slow: Sequence[Straggler]
+    ) -> bool:
+        """Whether servers placed now would be on fewer slow ranks; only fewer, or two placements could alternate."""
+        now = len(set(active.servers) & set(hard))
+        return now > 0 and len(set(self._servers(window, active, active.quorum, slow).servers) & set(hard)) < now
 
     # ---- plans ----------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from scheduler.diagnosis.noise_scale import NoiseScale
 from scheduler.diagnosis.stragglers import Straggler, find_stragglers
 from scheduler.diagnosis.window_stats import OVERSUBSCRIBED, Readings
 from scheduler.plan.completion import resolve
+from scheduler.policy.candidates import same_plan
 from scheduler.policy.cost_policy import Ranker
 from scheduler.policy.switch_outcome import SwitchOutcome
 from scheduler.records import MODES, Plan, PlanError, StepReport, StepTimes, Window
@@ -289,6 +290,13 @@ class OptimizerState:
             headroom=self.headroom.levels(),
             state_bytes=2 * self.gradient_bytes,
         )
+
+    def _is_active(self, plan: Plan) -> bool:
+        """Whether a plan, once completed, is the active one: under a new id it would be chosen again and again."""
+        try:
+            return same_plan(self._resolve(plan), self.active)
+        except PlanError:
+            return False  # `publish` logs it.
 
     @property
     def registered(self) -> bool:
@@ -580,7 +588,7 @@ class OptimizerState:
         if self._may_relax and (plan is None or plan.family == "all_ranks"):
             self.readiness.for_links(self.links.to_prepare_for(now_s), self.gradient_bytes, self.blocked)
             self.readiness.for_plan(self.choice.coming, self.blocked)
-        if plan is not None:
+        if plan is not None and not self._is_active(plan):
             self.predictions_by_plan[self._next_plan_id] = self.choice.predictions()
             self.predictions_by_plan.pop(self._next_plan_id - _MAX_UNLOGGED_PREDICTIONS, None)  # Without a run log.
             self.publish(plan, now_s)

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.plan.completion import resolve
+from scheduler.plan.headroom import Headroom
 from scheduler.plan.plan import MODES, Plan
 from scheduler.policy.rule_policy import RulePolicy
 from scheduler.records import RankStats, Window
@@ -37,10 +39,21 @@ def stats(rank: int, state: State, step: int, keep: int = 60) -> RankStats:
     )
 
 
+def completed(wanted: Plan, active: Plan) -> Plan:
+    n = wanted.world_size
+    return resolve(
+        wanted, active, times_s=[USUAL_S] * n, hosts=["a"] * n, slow=[], link_bytes_per_s=[RATE] * n,
+        headroom=[Headroom()] * n, state_bytes=2 * GRADIENT_BYTES,
+    )  # fmt: skip
+
+
 def run(
     n: int, state: State, steps: int, *, allowed: frozenset[str] = frozenset(MODES), every: int = 1, **settings: object
 ) -> list[tuple[int, Plan]]:
-    """The changes of plan of a job whose ranks report every step, asked every `every` steps."""
+    """The changes of plan of a job whose ranks report every step, asked every `every` steps.
+
+    A plan comes into force as the coordinator completes it: servers, for example, do not move from `ps` to `ps`.
+    """
     policy, plan = RulePolicy(n, **settings), Plan.sync(n)  # type: ignore[arg-type]
     changes = []
     for step in range(1, steps + 1, every):
@@ -49,8 +62,8 @@ def run(
         if wanted is not None:
             assert wanted.plan_id == plan.plan_id + 1 and wanted.mode in allowed
             assert wanted.reason and "{" not in wanted.reason
-            changes.append((step, wanted))
-            plan = wanted
+            plan = completed(wanted, plan)
+            changes.append((step, plan))
     return changes
 
 
@@ -183,7 +196,21 @@ def test_servers_move_away_from_a_rank_in_trouble() -> None:
 
     changes = run(4, state, 120)
     assert changes[0][1].servers == (0,)
-    assert 0 not in changes[-1][1].servers and changes[-1][1].label == "ps(2)"
+    assert labels(changes) == ["ps(3)", "sync", "ps(2)"] and 0 not in changes[-1][1].servers
+    assert "(starved): sync until servers run on other ranks" in changes[1][1].reason
+    # Without a better place servers stay, and only x changes.
+    everywhere = run(4, state, 120, hosts=["a", "b", "c", "d"])
+    assert labels(everywhere)[-1] == "ps(2)" and len(everywhere) <= 4
+
+
+def test_plans_that_cannot_be_carried_out_are_not_asked_for_again_and_again() -> None:
+    def state(r: int, k: int) -> dict[str, float]:
+        return {"slow": 4.0, "starved": 0.8} if r == 3 or (r == 0 and k > 100) else {}
+
+    for hosts in (None, ["a", "b", "c", "d"], ["a", "a", "b", "b"]):
+        changes = run(4, state, 200, hosts=hosts)
+        assert len(changes) <= 4 and changes[-1][1].label == "ps(2)"
+        assert not {0, 3} & set(changes[-1][1].servers)
 
 
 def freezes(*begins: int, rank: int = 1, length: int = 3) -> State:
