@@ -35,7 +35,8 @@ class Config:
         control_deadline_s: Longest wait for an answer from the coordinator.
         heartbeat_s: Interval of every rank's heartbeat.
         lost_after_s: A rank silent for this long counts as lost.
-        plan_deadline_s: A plan that is not active after this is abandoned.
+        plan_deadline_s: A plan that not all ranks have prepared after this is abandoned; so is a prepared one that is
+            not active this long after the steps that it needs.
         max_batch: Maximum samples of a rank in a batch under `sync(balanced)`; 0 for as many as fit in memory. Also the
             maximum in a pass under `sync(steal)`, raised to a micro-batch if smaller; 0 for two batches of the loader,
             or as many of those samples as fit in memory.

@@ -274,7 +274,8 @@ class OptimizerState:
             return
         plan = plan.replace(plan_id=self._next_plan_id)
         self._next_plan_id += 1
-        self._switch = Switch(self.optimizer_id, plan, self.active, now_s + self._config.plan_deadline_s)
+        limit_s = self._config.plan_deadline_s
+        self._switch = Switch(self.optimizer_id, plan, self.active, now_s + limit_s, limit_s)
         self._published[plan.plan_id] = plan
         self._send_all(self._sets.order(self.optimizer_id, plan.sets, plan.plan_id))
         self._send(PlanMessage(self.optimizer_id, plan.to_dict()))
@@ -398,8 +399,9 @@ class OptimizerState:
             self._close(order)
         if again_s is not None:
             wake_s = min(wake_s, again_s)
-        if self._switch is not None and now_s > self._switch.deadline_s and not self._switch.irrevocable:
-            self._block_mode(f"not all ranks prepared it within {self._config.plan_deadline_s:g} s", now_s)
+        if self._switch is not None and self._switch.overdue(self.rule.step, now_s):
+            missed = "some rank did not switch to it" if self._switch.prepared else "not all ranks prepared it"
+            self._block_mode(f"{missed} within {self._config.plan_deadline_s:g} s", now_s)
         self._maybe_return_to_sync(now_s)
         if self._restarting and self._switch is None:
             self._restarting = self.active.family in ("ps", "grouped")
@@ -543,7 +545,8 @@ class OptimizerState:
         if mode != "sync":
             first, advice = self.blocked.block(mode, now_s), ""
             if self._wanted is not None and self._wanted.mode == mode:
-                self._wanted_failed = f"{self._wanted.label} could not be prepared: {reason}"
+                failed = "did not come into force" if self._switch.prepared else "could not be prepared"
+                self._wanted_failed = f"{self._wanted.label} {failed}: {reason}"
                 advice = (
                     f". Training continues in {self.active.label}, and {self._wanted.label}, which was asked for, is "
                     "tried again in a minute, then less often: remove the cause meanwhile, or ask for another mode"

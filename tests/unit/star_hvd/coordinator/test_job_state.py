@@ -147,6 +147,8 @@ def test_a_refused_plan_is_abandoned() -> None:
 def test_a_plan_not_taken_up_in_time_is_abandoned() -> None:
     job = Job()
     job.register(Plan.partial(3, 2))
+    job.tick()
+    job.arrive(0, 4)  # Steps in which it could have been taken up.
     assert only(job.pass_time(59.0), m.Abandon) == []
     (abandon,) = only(job.pass_time(2.0), m.Abandon)
     assert "60 s" in abandon.reason
@@ -414,6 +416,8 @@ def test_a_refused_plan_that_was_taken_up_all_the_same_is_left_again() -> None:
 def test_a_return_to_sync_that_was_not_taken_up_in_time_is_tried_again() -> None:
     job = relaxed_job()
     job.say(1, m.ModeUnsupported(0, 1, "a GradScaler"))
+    job.tick()
+    job.arrive(0, 9, plan_id=1)
     heard = job.pass_time(62.0)
     assert len(only(heard, m.Abandon)) == len(only(heard, m.PlanMessage)) == 1
     assert only(heard, m.PlanMessage)[0].plan["mode"] == "sync"

@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from scheduler.records import Plan
 from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages.switch import Prepared
 from tests.support.job_states import Job, only
 
 
@@ -26,3 +29,42 @@ def test_a_plan_that_completes_to_the_active_one_is_not_published() -> None:
     choosing(job, Plan.ps(4, 2, servers=(1,), plan_id=1))
     (published,) = only(job.pass_time(5.0), m.PlanMessage)
     assert published.plan["servers"] == [0] and published.plan["quorum"] == 2
+
+
+def test_time_without_steps_is_not_counted_against_a_plan_that_awaits_one() -> None:
+    """An evaluation, a compilation or a data set that is read for minutes is no failure of the mode."""
+    job = Job()
+    (published,) = only(job.register(Plan.partial(3, 2)), m.PlanMessage)
+    assert not only(job.pass_time(300.0), m.Abandon), "no step yet"
+    for step in range(3):  # Of 100 s each: the flag goes up after two own steps.
+        for rank in range(3):
+            job.arrive(rank, step, compute_s=100.0)
+        assert not only(job.pass_time(100.0), m.Abandon)
+    for rank in range(3):
+        job.arrive(rank, 3, plan_id=published.plan["epoch"])
+    assert job.engine.active.label == "partial(2)" and not job.engine.blocked
+
+
+def test_steps_in_which_a_prepared_plan_does_not_come_into_force_end_in_its_deadline(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for plan in (Plan.partial(3, 2), Plan.subgroup(3, [0, 1])):
+        job = Job()
+        job.register(plan)
+        for rank in range(3):
+            job.say(rank, Prepared(0, 1))
+        for step in range(5):
+            for rank in range(3):
+                job.arrive(rank, step)
+            assert not only(job.pass_time(20.0), m.Abandon)
+        assert only(job.pass_time(62.0), m.Abandon) and plan.mode in job.engine.blocked
+        assert f"mode {plan.mode} is not possible at present: some rank did not switch to it" in caplog.text
+        assert "did not come into force: some rank" in job.engine.explain()
+
+
+def test_a_preparation_has_a_deadline_with_and_without_steps(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job()
+    job.register(Plan.subgroup(3, [0, 1]))
+    job.say(0, Prepared(0, 1))
+    assert only(job.pass_time(61.0), m.Abandon) and "subgroup" in job.engine.blocked
+    assert "not all ranks prepared it within 60 s" in caplog.text
