@@ -23,8 +23,10 @@ from star_hvd.threads import supervised
 
 __all__ = ["GroupSteps"]
 
-_IDLE_S = 0.005  # Pause of a proxy while its whole group is inactive.
-_KINDS = ("params", "moved", "dropped")
+_IDLE_S, _LONGEST_IDLE_S = 0.005, 0.1
+"""Pause of a proxy while its whole group is inactive. It doubles, so that a member that becomes active waits for the
+others' proxies hardly longer than the group was inactive, and at most a tenth of a second."""
+_KINDS = ("params", "moved", "dropped", "idle")
 
 
 class GroupSteps(ServerSteps):
@@ -53,7 +55,7 @@ class GroupSteps(ServerSteps):
         self._collective = collective
         self._ranks = ranks
         self._one_at_a_time = ordered_lock("GroupSteps._one_at_a_time")
-        self._inactive = threading.Event()
+        self._inactive, self._woken = threading.Event(), threading.Event()
         self._shutting_down = self._shut_down = False
         self._proxy: threading.Thread | None = None
 
@@ -78,20 +80,30 @@ class GroupSteps(ServerSteps):
         finally:
             self._one_at_a_time.release()
 
-    def _group_step(self, flats: list[torch.Tensor], *, fresh: bool) -> Outcome:
+    def _group_step(self, flats: list[torch.Tensor], *, fresh: bool, reads: bool = False) -> Outcome:
         """Make one step of the group, in this rank's turn: sum, exchange with the servers (leader), distribution.
 
         The previous step, made by this rank's other thread, may have been the last: then the other members have left.
+        If no member has a gradient or wants parameters, which all learn from the same sum, only heads are reduced.
+
+        Args:
+            flats: The gradient, or zeros.
+            fresh: Whether it is a gradient.
+            reads: Whether this rank wants parameters without a gradient.
         """
         if self._collective is None:
             return self._push(flats, count=1)
         if self.over:
             return Outcome("moved", self._engine.step, self._engine.plan.plan_id, [], applied=False)
-        sums = [flat.clone() for flat in flats]
-        present_and_ending = [float(fresh), float(self._shutting_down), 0.0, 0.0, 0.0, 0.0]
-        head = torch.tensor(present_and_ending, dtype=torch.float32, device="cpu")
-        self._reduce([("gh", head), *((f"g{i}", flat) for i, flat in enumerate(sums))])
-        present, ending = round(float(head[0])), round(float(head[1]))
+        flags = [float(fresh), float(self._shutting_down), float(reads), 0.0, 0.0, 0.0]
+        head = torch.tensor(flags, dtype=torch.float32, device="cpu")
+        # A rank with a gradient knows that the buckets are summed and does not wait for the head first.
+        sums = [flat.clone() for flat in flats] if fresh else []
+        self._reduce([("gh", head), *_named(sums)])
+        present, ending, reading = (round(value) for value in head.tolist()[:3])
+        if not fresh and (present or reading):
+            sums = [flat.clone() for flat in flats]
+            self._reduce(_named(sums) if present else [])
         outcome = self._lead(sums, present) if self._leads else None
         found = self._hand_out(outcome, sums)
         self._shut_down = ending == len(self._ranks)
@@ -118,9 +130,9 @@ class GroupSteps(ServerSteps):
     def _lead(self, sums: list[torch.Tensor], present: int) -> Outcome:
         if present:
             return self._push(sums, count=present)
-        time.sleep(_IDLE_S)  # No member is active, so there is nothing to push.
-        if not self.wanted:
-            return Outcome("moved", self._engine.step, self._engine.plan.plan_id, [], applied=False)
+        if not (sums and self.wanted):
+            kind = "idle" if self.wanted else "moved"
+            return Outcome(kind, self._engine.step, self._engine.plan.plan_id, [], applied=False)
         reply = self._pull()
         return Outcome(reply.kind, reply.version, reply.plan_id, reply.params, applied=False)
 
@@ -134,7 +146,7 @@ class GroupSteps(ServerSteps):
             head[: len(values)] = torch.tensor([float(v) for v in values], dtype=torch.float64, device="cpu")
             for flat, values_of in zip(sums, outcome.params, strict=bool(outcome.params)):
                 flat[: values_of.numel()].copy_(values_of)
-        self._reduce([("gv", head), *((f"g{i}", flat) for i, flat in enumerate(sums))])
+        self._reduce([("gv", head), *_named(sums)])
         kind, version, plan_id, applied, damped = head.tolist()[:5]
         params = [flat[:-1] for flat in sums]
         return Outcome(_KINDS[round(kind)], round(version), round(plan_id), params, applied=applied > 0, damped=damped)
@@ -157,11 +169,13 @@ class GroupSteps(ServerSteps):
         if inactive:
             if self._inactive.is_set():
                 return
+            self._woken.clear()
             self._inactive.set()
             self._proxy = supervised(self._take_part, "star-group", args=(self._proxy,))
             self._proxy.start()
         else:
             self._inactive.clear()
+            self._woken.set()
 
     def confirm_inactive(self) -> None:
         """Wait for the servers if this rank is a group of its own; in larger groups the proxy stands in."""
@@ -172,7 +186,9 @@ class GroupSteps(ServerSteps):
         """Contribute zeros until the leader has learned of the mode's end."""
         while not self.over and self._engine.failure is None:
             with self._turn():
-                self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
+                outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
+            if outcome.kind == "idle":
+                time.sleep(_IDLE_S)
 
     def shutdown(self) -> None:
         """Take part until a step reports that all members are shutting down.
@@ -180,6 +196,7 @@ class GroupSteps(ServerSteps):
         If a member left earlier, the next step would wait for it forever.
         """
         self._shutting_down = True
+        self._woken.set()
         if self._proxy is not None:
             self._proxy.join(self._deadline_s)
             if self._proxy.is_alive():
@@ -196,10 +213,16 @@ class GroupSteps(ServerSteps):
 
     def _contribute_nothing(self) -> None:
         zeros = [bucket.new_flat() for bucket in self._engine.applier.buckets]
+        pause_s = _IDLE_S
         try:
             while (self._inactive.is_set() or self._shutting_down) and not self.over and self._engine.failure is None:
                 with self._turn():
-                    self._group_step(zeros, fresh=False)
+                    outcome = self._group_step(zeros, fresh=False)
+                if outcome.kind != "idle":
+                    pause_s = _IDLE_S
+                elif not self.over:
+                    self._woken.wait(pause_s)  # Outside the turn: this rank's next step need not wait for it.
+                    pause_s = min(_LONGEST_IDLE_S, 2.0 * pause_s)
         except Exception as error:
             self._engine.fail(error)
 
@@ -209,6 +232,11 @@ class GroupSteps(ServerSteps):
             super().catch_up()
         elif not self.over:
             with self._turn():
-                outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
+                zeros = [b.new_flat() for b in self._engine.applier.buckets]
+                outcome = self._group_step(zeros, fresh=False, reads=True)
             if outcome.kind == "params":
                 self._write(outcome)
+
+
+def _named(sums: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    return [(f"g{i}", flat) for i, flat in enumerate(sums)]

@@ -9,6 +9,7 @@ import itertools
 import random
 import threading
 import time
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from star_hvd.engine.collective import poll_for
 from star_hvd.engine.device import Streams
 from star_hvd.errors import DeadlineError, RankLostError
 from star_hvd.modes.grouped import GroupSteps
+from star_hvd.modes.ps_worker import Outcome
 
 DEADLINE_S = 10.0
 
@@ -75,6 +77,25 @@ class Served:
         return SimpleNamespace(kind="params", version=self.version, plan_id=1, params=[torch.ones(3)])
 
 
+class Member(GroupSteps):
+    """Without a replica: what it would write, and what a leader would push, is kept."""
+
+    def __init__(self, *args: Any, **common: Any) -> None:
+        super().__init__(*args, **common)
+        self.written: list[list[float]] = []
+        self.pushed: list[tuple[list[float], int]] = []
+
+    def exchange(self, flat: torch.Tensor) -> Outcome:
+        return self._exchange([flat])
+
+    def _write(self, outcome: Outcome, *, arriving: bool = False) -> None:
+        self.written.append(outcome.params[0].tolist())
+
+    def _push(self, flats: Sequence[torch.Tensor], *, count: int) -> Outcome:
+        self.pushed.append((flats[0].tolist(), count))
+        return Outcome("params", 5, 1, [torch.full((3,), 7.0)])
+
+
 def member(
     rank: int,
     ranks: tuple[int, ...],
@@ -82,7 +103,7 @@ def member(
     *,
     deadline_s: float = DEADLINE_S,
     engines: list[Any] | None = None,
-) -> GroupSteps:
+) -> Member:
     bucket = SimpleNamespace(new_flat=lambda: torch.zeros(4))
     plan = Plan.grouped(len(ranks), [ranks]).replace(plan_id=1)
     engine = SimpleNamespace(
@@ -92,7 +113,7 @@ def member(
     engine.fail = lambda error: setattr(engine, "failure", error)
     if engines is not None:
         engines.append(engine)
-    return GroupSteps(
+    return Member(
         engine,  # type: ignore[arg-type]
         plan,
         Served(),  # type: ignore[arg-type]
@@ -104,6 +125,16 @@ def member(
         plan_of=lambda plan_id: None,
         same_session=lambda one, other: False,
     )
+
+
+def end(steps: list[Member]) -> None:
+    """All inactive members leave together."""
+    threads = [threading.Thread(target=each.shutdown, daemon=True) for each in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S / 2.0)
+    assert not any(thread.is_alive() for thread in threads) and all(each.over for each in steps)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -171,6 +202,43 @@ def test_without_members_at_the_end_of_their_loops_nothing_ends() -> None:
     steps[1].shutdown()
     ending.join(DEADLINE_S)
     assert all(each.over for each in steps)
+
+
+def test_an_inactive_group_reads_and_sums_no_parameters_until_a_member_wants_them() -> None:
+    """While one rank evaluates and the others wait for it, the network and the processors are theirs."""
+    ranks, meeting = (0, 1, 2), Meeting(3)
+    steps = [member(rank, ranks, meeting) for rank in ranks]
+    for each in steps:
+        each.set_inactive(True)
+    time.sleep(1.0)
+    client: Any = steps[0].client
+    assert client.pulls == 0 and {name for name, _ in meeting.given} == {"s.gh", "s.gv"}
+    assert 2 <= len(meeting.given) <= 60
+    began_s = time.monotonic()
+    for rank in (1, 0):  # A member, and the leader.
+        steps[rank].set_inactive(False)
+        steps[rank].catch_up()
+        steps[rank].set_inactive(True)
+    assert time.monotonic() - began_s < 2.0
+    assert client.pulls == 2 and [each.written for each in steps] == [[[1.0] * 3], [[1.0] * 3], []]
+    end(steps)
+    assert all(len(sums) == 3 for sums in meeting.given.values())
+
+
+def test_a_gradient_is_summed_with_zeros_of_the_inactive_members() -> None:
+    ranks, meeting = (0, 1, 2), Meeting(3)
+    steps = [member(rank, ranks, meeting) for rank in ranks]
+    for rank in (0, 2):
+        steps[rank].set_inactive(True)
+    for k in range(1, 4):
+        time.sleep(0.02)
+        outcome = steps[1].exchange(torch.full((4,), float(k)))
+        assert outcome.kind == "params" and outcome.params[0].tolist() == [7.0] * 3
+        assert steps[0].pushed[-1] == ([float(k)] * 4, 1)
+    steps[1].set_inactive(True)
+    end(steps)
+    assert len(steps[0].pushed) == 3
+    assert all(len(sums) == 3 for sums in meeting.given.values())
 
 
 def test_a_group_acts_on_its_own_plan_until_it_has_met_for_the_last_time() -> None:
