@@ -26,6 +26,7 @@ from star_hvd.modes.switch_protocol import (
     Event,
     ExitMode,
     Fail,
+    FlagDue,
     FollowDue,
     FollowPlan,
     GiveUp,
@@ -103,7 +104,7 @@ class SwitchMachine:
             PlanOffered: self._offered, PreparationBegins: self._preparation_begins, PlanPrepared: self._prepared,
             PlanRefused: self._refused, PlanCommitted: self._committed, PlanAbandoned: self._abandoned,
             PlanActivated: self._activated, FollowDue: self._follow, PlanInForce: self._in_force,
-            Superseded: self._superseded, ServingDue: self._serve, StepEnded: self._step_ended,
+            FlagDue: self._flag, Superseded: self._superseded, ServingDue: self._serve, StepEnded: self._step_ended,
             ModeDrained: self._drained, ThreadLeft: self._thread_left, StateChecked: self._state_checked,
             ModeOpened: self._opened, ThreadInactive: self._presence, ThreadActive: self._presence,
         }  # fmt: skip
@@ -172,7 +173,7 @@ class SwitchMachine:
             self._inactive = isinstance(event, ThreadInactive)
         found = [each for record in self._concerned(event) for each in self._apply(record, event)]
         if isinstance(event, PlanInForce):
-            found += self._follow_next()
+            found += self._follow_next() + self._flag_later()
         elif isinstance(event, (StepEnded, ModeDrained)) and not self._outdated():
             found += self._to_all(ThreadLeft(), S.WAITING)
         return found
@@ -189,7 +190,7 @@ class SwitchMachine:
             yield from self._in(S.IN_FORCE, S.ENTERED, S.UNDRAINED)
         elif isinstance(event, StateChecked):
             yield self._current
-        elif not isinstance(event, (Superseded, FollowDue, ThreadLeft)):
+        elif not isinstance(event, (Superseded, FollowDue, FlagDue, ThreadLeft)):
             yield self._records.get(event.plan_id) or _Record(Plan.sync(1, plan_id=event.plan_id))
 
     def _record(self, plan: Plan) -> _Record:
@@ -295,6 +296,27 @@ class SwitchMachine:
                 record.seeded = True
                 found.append(SeedFromServers(record.plan, record.ended))
         return found
+
+    def _flag_later(self) -> list[Instruction]:
+        """Raise the flags of later plans that need nothing else now.
+
+        On ranks that took up the plan in force before they were offered these, the flags are up. No `Commit` follows,
+        since those ranks do not report that they are prepared.
+        """
+        if self.in_force.family != "all_ranks":
+            return []
+        offered = self._in(S.QUEUED, S.WAITING, S.PREPARING, S.PREPARED)
+        later = [each for each in offered if each.plan.family == "all_ranks"]
+        return [
+            each
+            for record in later
+            if record.plan.plan_id > self.in_force.plan_id
+            for each in self._apply(record, FlagDue())
+        ]
+
+    def _flag(self, record: _Record, event: Event) -> list[Instruction]:
+        record.state = S.PREPARED
+        return [RaiseFlag(record.plan, offered=True)]
 
     def _in_force(self, record: _Record, event: Event) -> list[Instruction]:
         before, plan = self._current, record.plan

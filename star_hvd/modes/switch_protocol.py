@@ -212,6 +212,11 @@ class FollowDue:
 
 
 @dataclass(frozen=True, slots=True)
+class FlagDue:
+    """Internal: the plan in force and this later one are of `all_ranks`, so that it needs only its flag."""
+
+
+@dataclass(frozen=True, slots=True)
 class ThreadLeft:
     """Internal: the training thread has left all modes that are not in force."""
 
@@ -219,7 +224,7 @@ class ThreadLeft:
 Event = (
     PlanOffered | PreparationBegins | PlanPrepared | PlanRefused | PlanCommitted | PlanAbandoned | PlanActivated
     | PlanInForce | ServingDue | StepEnded | StateChecked | ModeOpened | ModeDrained | ThreadInactive | ThreadActive
-    | Superseded | FollowDue | ThreadLeft
+    | Superseded | FollowDue | FlagDue | ThreadLeft
 )
 
 
@@ -454,6 +459,10 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     Transition((S.ANNOUNCED,), FollowDue, (S.ANNOUNCED,), (FollowPlan, SeedFromServers), ""),
     Transition(
+        (S.QUEUED, S.WAITING, S.PREPARING, S.PREPARED), FlagDue, (S.PREPARED,), (RaiseFlag,),
+        "it was offered before the plan in force had come into force here; ranks where it had already raised theirs",
+    ),
+    Transition(
         (S.UNKNOWN, S.QUEUED, S.WAITING, S.PREPARING, S.PREPARED, S.WITHDRAWN, S.ANNOUNCED, S.ABANDONED), PlanInForce,
         (S.IN_FORCE, S.ENTERED, S.OVER), (BeginServers, QueueServing),
         "entered at once where it continues the mode that the training thread is in; over if a newer one is in force",
@@ -514,6 +523,7 @@ NO_EFFECT: dict[type, tuple[PlanState, ...]] = {
     PlanAbandoned: (S.WITHDRAWN, S.ANNOUNCED, *LIVE, *PAST),
     PlanActivated: (S.ANNOUNCED, *LIVE, S.OVER),
     FollowDue: (*EARLY[:-1], *LIVE, *PAST),
+    FlagDue: (S.UNKNOWN, S.WITHDRAWN, S.ANNOUNCED, *LIVE, *PAST),
     PlanInForce: (*LIVE, S.OVER),
     Superseded: (S.UNKNOWN, S.ENDED, S.UNDRAINED, *PAST),
     ServingDue: (*EARLY, *PAST),

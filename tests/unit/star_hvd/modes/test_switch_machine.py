@@ -223,6 +223,36 @@ def test_a_group_that_was_passed_is_drained_before_its_members_are_waited_for() 
 # ---- all ways -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("reached", [S.QUEUED, S.PREPARING, S.PREPARED])
+def test_a_plan_offered_before_the_last_one_was_taken_up_here_gets_this_ranks_flag(reached: S) -> None:
+    """The coordinator learns from the first rank that acts on a plan that it is in force, and may publish the next."""
+    child, back, partial = machine("subgroup"), plan_of("sync", 2), plan_of("partial", 3)
+    ready(child, back)
+    child.handle(p.PlanOffered(partial))
+    if reached is not S.QUEUED:
+        child.handle(p.PreparationBegins(3))
+    if reached is S.PREPARED:
+        child.handle(p.PlanPrepared(3))
+    assert child.state(3) is reached
+    child.handle(p.PlanActivated(2, 50))
+    assert child.handle(p.PlanInForce(back)) == [p.RaiseFlag(partial, offered=True)]
+    assert child.state(3) is S.PREPARED
+    assert child.handle(p.PreparationBegins(3)) == child.handle(p.PlanPrepared(3)) == []
+    child.handle(p.PlanInForce(partial))
+    assert child.in_force == partial
+
+
+def test_a_withdrawn_plan_and_one_of_another_family_get_no_flag_from_the_plan_before() -> None:
+    child, back = machine("subgroup"), plan_of("sync", 2)
+    ready(child, back)
+    child.handle(p.PlanOffered(plan_of("partial", 3)))
+    child.handle(p.PlanAbandoned(3))
+    child.handle(p.PlanOffered(plan_of("ps", 4)))
+    child.handle(p.PlanActivated(2, 50))
+    assert child.handle(p.PlanInForce(back)) == []
+    assert child.state(3) is S.ABANDONED and child.state(4) is S.QUEUED
+
+
 class Rank(RuleBasedStateMachine):
     """See the module's text."""
 
@@ -563,6 +593,7 @@ IMPOSSIBLE = {
     *((state, p.PlanInForce) for state in (S.UNKNOWN, S.QUEUED, S.WAITING, S.PREPARING, S.ABANDONED)),
     *((state, p.PlanAbandoned) for state in (S.UNKNOWN, S.PREPARING)),
     *((state, p.Superseded) for state in (S.QUEUED, S.WAITING, S.PREPARING, S.ANNOUNCED)),
+    *((state, p.FlagDue) for state in (S.QUEUED, S.WAITING, S.PREPARING)),
     (S.UNDRAINED, p.ServingDue),
 }
 """Rows for what a coordinator and an engine that work do not do, or what takes more threads than are played here."""
