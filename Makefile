@@ -51,7 +51,9 @@ help:
 
 setup: $(STAMP)
 
+# The stamps of earlier settings go first: the environment is no longer theirs, nor anybody's if the set-up fails.
 $(STAMP): $(SETUP_INPUTS)
+	@rm -f $(VENV)/.setup-*
 	@bash scripts/setup.sh
 	@touch '$@'
 

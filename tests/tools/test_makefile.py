@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -36,3 +37,29 @@ def test_another_torch_has_another_stamp(tmp_path: Path) -> None:
     names = {setup_stamp(spec, tmp_path / str(index)).name for index, spec in enumerate(specs)}
     assert len(names) == len(specs)
     assert ".setup-torch--2.4-dev-train-bench" in names, "that of earlier versions, so that nothing is built again"
+
+
+def test_the_environment_has_the_stamp_of_its_last_setup_only(tmp_path: Path) -> None:
+    """In a copy whose set-up notes what it would install, and fails where that cannot be had."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("Makefile", "pyproject.toml", "requirements.lock"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("build_horovod.py", "gpu_build.py", "unified_diff.py", "lock.py"):
+        (tmp_path / "scripts" / name).touch()
+    script = 'mkdir -p "$VENV" && echo "$TORCH_SPEC $EXTRAS" >>"$VENV/installed" && [ "$TORCH_SPEC" != torch==0 ]\n'
+    (tmp_path / "scripts/setup.sh").write_text(script)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+
+    def setup(torch_spec: str, extras: str) -> tuple[int, str]:
+        command = ["make", "setup", f"TORCH_SPEC={torch_spec}", f"EXTRAS={extras}", f"VENV={tmp_path / 'venv'}"]
+        status = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False).returncode
+        return status, (tmp_path / "venv/installed").read_text().splitlines()[-1]
+
+    for torch_spec, extras in (("torch==2", "dev"), ("torch==1", "dev"), ("torch==2", "dev"), ("torch==2", "train")):
+        assert setup(torch_spec, extras) == (0, f"{torch_spec} {extras}")
+        assert len(list((tmp_path / "venv").glob(".setup-*"))) == 1
+    made = (tmp_path / "venv/installed").read_text()
+    assert setup("torch==2", "train")[0] == 0 and (tmp_path / "venv/installed").read_text() == made, "nothing to do"
+    assert setup("torch==0", "train") == (2, "torch==0 train")
+    assert not list((tmp_path / "venv").glob(".setup-*"))
+    assert setup("torch==2", "train") == (0, "torch==2 train"), "the failed set-up may have changed anything"
