@@ -76,7 +76,7 @@ def _trained(name: str, found: Mapping[str, Any]) -> tuple[str, ...]:
         str(found["cores"]), ", ".join(FED[one["feeding"]] for one in (plain, star) if one),
         _percent(found["target_accuracy"]), _seconds(trained.get("straggler_free")), _seconds(plain), _seconds(star),
         _ratio(star and star["ratio"]), _ratio(star and star["bound_ratio"]), ", ".join(final),
-        str(star["max_staleness"]) if star else "-", "; ".join(fixed),
+        "-" if star is None or star["max_staleness"] is None else str(star["max_staleness"]), "; ".join(fixed),
     )  # fmt: skip
 
 

@@ -50,6 +50,8 @@ class Training:
         costs = layer_costs(self.model, self._train[0][0].unsqueeze(0))
         LayerClock(self.model, make_device("cpu"), spec.device_time, costs)
         self.record = RunRecord(variant=variant, seed=seed)
+        if not self._plain:  # Counters start again in a new world, and those of the killed rank are gone with it.
+            self.record.folds = self.record.drops = self.record.max_staleness = None
         self.snapshots = Snapshots(self.model, spec.eval_every_steps, int(hvd.rank()) == 0)
         self._watch = Watch()
         self._rebuilding = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,11 +211,17 @@ def _variant(name: str, target: float, records: Sequence[RunRecord]) -> dict[str
         "final_accuracy": statistics.fmean(run.accuracies[-1] for run in runs),
         "train_median_s": statistics.median(run.train_s for run in runs),
         "step_s": statistics.median(run.train_s / run.global_steps for run in runs),
-        "folds": sum(run.folds for run in runs),
-        "drops": sum(run.drops for run in runs),
-        "max_staleness": max(run.max_staleness for run in runs),
+        "folds": _over_runs(sum, [run.folds for run in runs]),
+        "drops": _over_runs(sum, [run.drops for run in runs]),
+        "max_staleness": _over_runs(max, [run.max_staleness for run in runs]),
         "seeds": [{"time_to_accuracy_s": time_s, **run.to_dict()} for time_s, run in zip(reached, runs, strict=True)],
     }
+
+
+def _over_runs(total: Callable[[list[int]], int], counts: Sequence[int | None]) -> int | None:
+    """Return the total of a counter; None if a training did not measure it."""
+    known = [count for count in counts if count is not None]
+    return total(known) if len(known) == len(counts) else None
 
 
 def _own_bound_ratio(medians: dict[str, float | None], capacity: float, ranks: int) -> float | None:

@@ -87,7 +87,7 @@ def table(summary: dict[str, Any]) -> Table:
             *([_spread([run["time_to_accuracy_s"] for run in values["seeds"]])] if several else []),
             f"{100.0 * values['final_accuracy']:.1f} %",
             f"{1000.0 * values['step_s']:.0f}",
-            "/".join(str(values[key]) for key in ("folds", "drops", "max_staleness")) if relaxed else "-",
+            _late(values) if relaxed else "-",
             FED[values["feeding"]],
             style="bold" if name == "star" else None,
         )
@@ -162,6 +162,11 @@ def _times(value: float | None) -> str:
 
 def _ratio(value: float | None, plain_s: float | None) -> str:
     return "-" if value is None or not plain_s else f"{value / plain_s:.2f}"
+
+
+def _late(values: dict[str, Any]) -> str:
+    counts = [values[key] for key in ("folds", "drops", "max_staleness")]
+    return "-" if None in counts else "/".join(map(str, counts))
 
 
 def _spread(values: list[float | None]) -> str:

@@ -143,9 +143,9 @@ class RunRecord:
         global_steps: Updates of the parameters.
         epoch_losses: Mean training loss per epoch over all ranks.
         rank_batches: Batches each rank computed, in rank order.
-        folds: Late gradients folded into a later step, all ranks.
-        drops: Late gradients dropped, all ranks.
-        max_staleness: Largest staleness of a folded gradient.
+        folds: Late gradients folded into a later step, all ranks; None if not measured.
+        drops: Late gradients dropped, all ranks; None if not measured.
+        max_staleness: Largest staleness of a folded gradient; None if not measured.
         stats: star_hvd's counters of every rank.
         report: `hvd.report().to_dict()` of rank 0.
         timeline: One entry per global step: step, time_s, members, mode.
@@ -162,9 +162,9 @@ class RunRecord:
     global_steps: int = 0
     epoch_losses: list[float] = field(default_factory=list)
     rank_batches: list[int] = field(default_factory=list)
-    folds: int = 0
-    drops: int = 0
-    max_staleness: int = 0
+    folds: int | None = 0
+    drops: int | None = 0
+    max_staleness: int | None = 0
     stats: list[dict[str, Any]] = field(default_factory=list)
     report: dict[str, Any] = field(default_factory=dict)
     timeline: list[dict[str, Any]] = field(default_factory=list)
