@@ -53,9 +53,10 @@ def measure(spec: RunSpec, target: float, console: Console, args: argparse.Names
     write_json(run_dir / "spec.json", dataclasses.asdict(spec))
     units = len(spec.trained) * len(spec.seeds) * spec.epochs
     with progress_view(console, units) as view:
+        failed: dict[str, int] = {}
         limits = {"deadline_s": args.deadline_s or run_deadline_s(spec), "stall_s": args.stall_s}
         if spec.scenario == "killed-worker":
-            run_elastic_jobs(spec, run_dir, on_progress=view.update, **limits)
+            failed = run_elastic_jobs(spec, run_dir, on_progress=view.update, **limits)
         else:
             with _launcher(spec, run_dir) as command:
                 told = _logging(args, spec, target)
@@ -64,6 +65,7 @@ def measure(spec: RunSpec, target: float, console: Console, args: argparse.Names
     for path in sorted(run_dir.glob("seed*.json")):
         record = RunRecord(**json.loads(path.read_text(encoding="utf-8")))
         record.accuracies = accuracies(path.with_suffix(".npz"), spec, task)
+        record.failed_attempts = failed.get(record.stem, 0)
         records.append(record)
     summary = summarize(spec, target, records)
     summary.update(spec=dataclasses.asdict(spec), versions=versions())

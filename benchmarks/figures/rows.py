@@ -87,7 +87,7 @@ def of_tta(result: Figures) -> Figures:
         **{name: result[name] for name in common},
         "seeds": len(result["spec"]["seeds"]),
         "trained": {name: _trained(values, result["plain_s"]) for name, values in rows.items()},
-        **{name: result[name] for name in ("killed", "recovery_s", "rebuild_s", "lost_steps") if name in result},
+        **{name: result[name] for name in OF_DEATHS if name in result},
     }
 
 
@@ -172,6 +172,7 @@ LINK_FIGURES = (
     "sync_auto_long_bound", "compute_bound", "ps_bound", "ps_background_bound", "ps_least_bound",
     "ps_wire_bound", "ps_auto", "local_exposed",
 )  # fmt: skip
+OF_DEATHS = ("killed", "recovery_s", "rebuild_s", "lost_steps", "failed_attempts")
 STEP_FIGURES = ("ranks", "cores", "network", "mode", "ratio", "block_ratio_quartiles", "folds")
 ROWS: tuple[Row, ...] = (
     _scenario("none", "partial(3)", *BALANCED),

@@ -110,8 +110,17 @@ def _faults(part: Sequence[str], rows: Rows) -> list[str]:
         times = [_after(found[key]) for key in ("recovery_s", "rebuild_s")]
         label = f"{_what(name, found)}, {', '.join(f'`{mode}`' for mode in found['trained'] if mode != 'plain')}"
         lost = "-" if found["lost_steps"] is None else str(found["lost_steps"])
-        lines.append((label, str(found["cores"]), str(found["killed"]), *times, lost))
-    return _table(("row", "cores", "killed in", "longest pause", "of it a new world", "steps lost"), lines)
+        lines.append((label, str(found["cores"]), str(found["killed"]), *times, lost, _failed(found)))
+    head = ("row", "cores", "killed in", "longest pause", "of it a new world", "steps lost", "jobs failed and retried")
+    return _table(head, lines)
+
+
+def _failed(found: Mapping[str, Any]) -> str:
+    """Return how many jobs failed, by variant; a record of an earlier version does not say."""
+    failed = found.get("failed_attempts")
+    if failed is None:
+        return "-"
+    return ", ".join(f"`{name}` {count}" for name, count in failed.items() if count) or "0"
 
 
 def _after(time_s: float | None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
-from benchmarks.lab.spec import RunSpec
+from benchmarks.lab.spec import RunRecord, RunSpec
 
 __all__ = ["run_elastic_jobs"]
 
@@ -27,7 +27,7 @@ def run_elastic_jobs(
     deadline_s: float,
     stall_s: float,
     on_progress: Callable[[dict[str, Any]], None],
-) -> None:
+) -> dict[str, int]:
     """Run all jobs, one after another.
 
     Horovod's own recovery does not always succeed, so a training whose job fails is retried up to two times.
@@ -39,6 +39,9 @@ def run_elastic_jobs(
         stall_s: Longest time without a line of output.
         on_progress: Called with the fields of every progress line.
 
+    Returns:
+        By `RunRecord.stem` of a training that was retried, how many of its attempts failed.
+
     Raises:
         JobFailed: A training failed every time.
     """
@@ -48,6 +51,7 @@ def run_elastic_jobs(
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
     options = ["--min-np", str(first), "--max-np", str(spec.ranks), "--host-discovery-script", str(script)]
     limit_s = time.monotonic() + deadline_s
+    failed: dict[str, int] = {}
     for seed in spec.seeds:
         for variant in spec.trained:
             arguments = (str(run_dir), variant, str(seed))
@@ -66,3 +70,5 @@ def run_elastic_jobs(
                 except JobFailed:
                     if attempt + 1 == ATTEMPTS:
                         raise
+                    failed[RunRecord(variant=variant, seed=seed).stem] = attempt + 1
+    return failed

@@ -190,8 +190,12 @@ def in_force(timeline: Sequence[dict[str, Any]]) -> float:
 
 
 def _recovery(variants: dict[str, Any], modes: dict[str, Any]) -> dict[str, Any]:
-    """Return what the death of a process cost star_hvd: the worst over all seeds, variants and modes with a kill."""
-    of_star = [values for name, values in {**variants, **modes}.items() if name not in PLAIN_VARIANTS]
+    """Return what the death of a process cost star_hvd: the worst over all seeds, variants and modes with a kill.
+
+    `failed_attempts` counts jobs that failed and were retried, by variant and mode, plain Horovod's included.
+    """
+    trained = {**variants, **modes}
+    of_star = [values for name, values in trained.items() if name not in PLAIN_VARIANTS]
     runs = [run for values in of_star for run in values["seeds"]]
     struck = [run for run in runs if run["killed"]]
     return {
@@ -199,6 +203,9 @@ def _recovery(variants: dict[str, Any], modes: dict[str, Any]) -> dict[str, Any]
         "recovery_s": max((run["recovery_s"] for run in struck), default=None),
         "lost_steps": max((run["lost_steps"] for run in struck), default=None),
         "rebuild_s": max((run["rebuild_s"] for run in struck), default=None),
+        "failed_attempts": {
+            name: sum(run["failed_attempts"] for run in values["seeds"]) for name, values in trained.items()
+        },
     }
 
 

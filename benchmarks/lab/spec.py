@@ -153,6 +153,7 @@ class RunRecord:
         recovery_s: Longest time between two steps of a surviving rank after the kill; 0 if nothing was killed.
         rebuild_s: Time from the last step of the old world to the first of the new one (elastic).
         lost_steps: Steps that were lost or had to be repeated because of a kill.
+        failed_attempts: Jobs of this training that failed before (elastic); filled in after the run.
         times_s, steps, accuracies: The accuracy curve; accuracies are filled in after the run.
     """
 
@@ -172,6 +173,7 @@ class RunRecord:
     recovery_s: float = 0.0
     rebuild_s: float = 0.0
     lost_steps: int = 0
+    failed_attempts: int = 0
     times_s: list[float] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     accuracies: list[float] = field(default_factory=list)

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import io
 import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from benchmarks.lab import elastic
+from benchmarks.lab.elastic import run_elastic_jobs
 from benchmarks.lab.elastic_worker import Training
+from benchmarks.lab.launch import JobFailed
 from benchmarks.lab.measures import summarize
 from benchmarks.lab.report import table
 from tests.tools.lab_runs import some_records, spec_of
@@ -34,3 +40,39 @@ def test_what_is_not_measured_is_no_number() -> None:
     printed = console.file.getvalue()  # type: ignore[attr-defined]
     (star,) = (line.split() for line in printed.splitlines() if line.strip().startswith("star_hvd  "))
     assert star[-2:] == ["-", "queue"]
+
+
+class TestAttempts:
+    """Horovod's recovery fails at times: how often is part of the result."""
+
+    def failing(self, monkeypatch: pytest.MonkeyPatch, failures: dict[str, int]) -> None:
+        left = dict(failures)
+
+        def run_job(command: Sequence[str], run_dir: Path, **limits: Any) -> None:
+            variant = command[-2]
+            left[variant] = left.get(variant, 0) - 1
+            if left[variant] >= 0:
+                raise JobFailed("no new world")
+
+        monkeypatch.setattr(elastic, "run_job", run_job)
+        monkeypatch.setattr(elastic, "horovodrun_command", lambda ranks, module, *arguments, options: list(arguments))
+
+    def run(self, run_dir: Path) -> dict[str, int]:
+        spec = spec_of(scenario="killed-worker", variants=("plain", "star"), modes=("ps(2)",), seeds=(0,))
+        return run_elastic_jobs(spec, run_dir, deadline_s=9.0, stall_s=9.0, on_progress=lambda fields: None)
+
+    def test_failed_ones_are_counted(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self.failing(monkeypatch, {"star": 1, "ps(2)": 2})
+        assert self.run(tmp_path) == {"seed0-star": 1, "seed0-ps(2)": 2}
+
+    def test_the_third_ends_the_run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        self.failing(monkeypatch, {"star": 3})
+        with pytest.raises(JobFailed):
+            self.run(tmp_path)
+
+    def test_the_summary_names_them_by_variant(self) -> None:
+        records = [record for record in some_records() if record.variant in ("plain", "star")]
+        for record in records:
+            record.failed_attempts = 1 + record.seed if record.variant == "star" else 0
+        summary = summarize(spec_of(scenario="killed-worker", variants=("plain", "star")), 0.9, records)
+        assert summary["failed_attempts"] == {"plain": 0, "star": 3}

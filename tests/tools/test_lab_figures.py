@@ -236,7 +236,11 @@ class TestTables:
         killed = {**tta_result(), "killed": 2, "recovery_s": 1.234, "rebuild_s": None, "lost_steps": 3}
         made = document()
         made["rows"] = {"killed-server": {**made["rows"]["one-slow"], "figures": of_tta(killed)}}
-        assert "| 2 | 1.23 s | - | 3 |" in render("faults", made)
+        assert "| 2 | 1.23 s | - | 3 | - |" in render("faults", made)
+        several = {"plain": 1, "star": 0, "ps(2)": 2}
+        for failed, shown in (({"plain": 0, "ps(2)": 0}, "0"), (several, "`plain` 1, `ps(2)` 2")):
+            made["rows"]["killed-server"]["figures"] = of_tta({**killed, "failed_attempts": failed})
+            assert f"| 2 | 1.23 s | - | 3 | {shown} |" in render("faults", made)
 
     def test_what_is_missing_is_named(self) -> None:
         assert "`rotating` (no time)" in render("scenarios", document())
