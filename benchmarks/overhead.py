@@ -20,7 +20,7 @@ from rich.table import Table
 from benchmarks.lab.command import measured, out_of_range, say_error
 from benchmarks.lab.launch import horovodrun_command, run_job
 from benchmarks.lab.networks import NETWORKS
-from benchmarks.lab.options import add_device_options, device_times_ms
+from benchmarks.lab.options import add_device_options, check_mode, device_times_ms
 from benchmarks.lab.report import progress_view
 from benchmarks.lab.tasks import DATASETS
 from benchmarks.machine.accelerator import DEVICES, check_device
@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _problem(args: argparse.Namespace) -> str | None:
-    least = (("ranks", 1), ("blocks", 1), ("steps", 1), ("work_after_backward_ms", 0), *LOADER_LIMITS)
+    least = (("ranks", 2), ("blocks", 1), ("steps", 1), ("work_after_backward_ms", 0), *LOADER_LIMITS)
     if (problem := out_of_range(args, least)) is not None:
         return problem
     if args.feed == "fixed" and (args.input_ms_per_sample or args.workers):
@@ -148,6 +148,7 @@ def _problem(args: argparse.Namespace) -> str | None:
         return f"--feed loader is timed on the processor; --device is {args.device}"
     try:
         check_device(args.device)
+        check_mode(args.mode, args.ranks)
         device_times_ms(args, BATCH_SAMPLES)
     except ValueError as error:
         return str(error)

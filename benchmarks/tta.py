@@ -54,7 +54,7 @@ def measure(spec: RunSpec, target: float, console: Console, args: argparse.Names
     units = len(spec.trained) * len(spec.seeds) * spec.epochs
     with progress_view(console, units) as view:
         failed: dict[str, int] = {}
-        limits = {"deadline_s": args.deadline_s or run_deadline_s(spec), "stall_s": args.stall_s}
+        limits = {"deadline_s": _deadline_s(args, spec), "stall_s": args.stall_s}
         if spec.scenario == "killed-worker":
             failed = run_elastic_jobs(spec, run_dir, on_progress=view.update, **limits)
         else:
@@ -74,6 +74,10 @@ def measure(spec: RunSpec, target: float, console: Console, args: argparse.Names
     else:
         shutil.rmtree(run_dir)
     return summary
+
+
+def _deadline_s(args: argparse.Namespace, spec: RunSpec) -> float:
+    return run_deadline_s(spec) if args.deadline_s is None else float(args.deadline_s)
 
 
 def _logging(args: argparse.Namespace, spec: RunSpec, target: float) -> dict[str, str]:

@@ -20,10 +20,13 @@ def say_error(text: object) -> None:
 
 
 def out_of_range(args: argparse.Namespace, least: Iterable[tuple[str, float]]) -> str | None:
-    """Return an error message for the first number below its minimum or from 1e6 on; None if all are in range."""
+    """Return an error message for the first number below its minimum or from 1e6 on; None if all are in range.
+
+    Numbers that were not given are None and are passed over.
+    """
     for name, low in least:
         value = getattr(args, name)
-        if not low <= value < 1e6:
+        if value is not None and not low <= value < 1e6:
             return f"--{name.replace('_', '-')} is {value}; expected at least {low}"
     return None
 

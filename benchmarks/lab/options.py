@@ -10,17 +10,26 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.lab.command import out_of_range
 from benchmarks.lab.networks import NETWORKS, USUAL_HIDDEN_UNITS
 from benchmarks.lab.scenarios import MEANS, SCENARIOS, Scenario, ScenarioError, baseline, default_modes, make_scenario
 from benchmarks.lab.spec import ALL_VARIANTS, FEEDINGS, PLAIN_VARIANTS, RunSpec
-from benchmarks.lab.tasks import DATASETS, TaskDefaults, defaults_for
+from benchmarks.lab.tasks import DATASETS, defaults_for
 from benchmarks.machine.accelerator import DEVICES, DeviceError, check_device
 from benchmarks.machine.netns import check_tools
 from benchmarks.machine.quota import find_cpu_group
 from benchmarks.traces import read_trace
 from scheduler.plan.mode_names import parse_mode
 
-__all__ = ["add_device_options", "build_spec", "device_times_ms", "make_parser", "star_hvd_takes", "target_for"]
+__all__ = [
+    "add_device_options",
+    "build_spec",
+    "check_mode",
+    "device_times_ms",
+    "make_parser",
+    "star_hvd_takes",
+    "target_for",
+]
 
 DEVICE_MS = 30.0
 FIXED_PART = 0.2  # Of the device time, where only its total is given: kernels have a minimum duration.
@@ -68,6 +77,12 @@ SPECIAL = {
     "killed-server": _Special(),
     "killed-worker": _Special(epochs=12),  # Starting servers takes part of the run.
 }
+
+# Smallest values of the numbers on the command line.
+LEAST = (
+    ("seeds", 1), ("train_samples", 1), ("epochs", 1), ("passes", 1), ("input_ms_per_sample", 0), ("workers", 0),
+    ("quota_period_ms", 1), ("hidden_units", 1), ("deadline_s", 1), ("stall_s", 1),
+)  # fmt: skip
 
 # Options that the elastic training of scenario killed-worker has no use for, with what it does anyway.
 _NOT_IN_ELASTIC = {
@@ -189,17 +204,18 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
     if trace is not None and args.scenario != "trace":
         raise ScenarioError(f"--trace belongs to scenario trace; the scenario is {args.scenario}")
     _check_elastic(args)
+    check_mode(args.mode, args.ranks, exact=args.accuracy == "exact")
     scenario = make_scenario(args.scenario, args.ranks, trace, args.slowdown)
     device_ms, fixed_ms = device_times_ms(args, defaults.batch_samples, special.device_ms)
-    _check_numbers(args, defaults)
+    _check_numbers(args)
     input_ms = special.input_ms if args.input_ms_per_sample is None else args.input_ms_per_sample
     if scenario.means == "input" and not input_ms:
         raise ScenarioError("scenario slow-input needs samples that cost something: raise --input-ms-per-sample")
     _check_exact(args)
     variants = _variants(args)
     modes = _modes(args, scenario)
-    if not {*variants, *modes} <= set(PLAIN_VARIANTS) and importlib.util.find_spec("star_hvd.optimizer") is None:
-        raise ValueError("star_hvd cannot be imported; install it, or use --variants straggler_free,plain")
+    if not {*variants, *modes} <= set(PLAIN_VARIANTS):
+        _check_star_hvd(args)
     burns = scenario.means in ("quota", "starve")
     check_device(args.device)
     if burns and args.device != "cpu":
@@ -216,9 +232,9 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
         modes=modes,
         seeds=tuple(range(args.seeds)),
         dataset=args.dataset,
-        train_samples=args.train_samples or defaults.train_samples,
-        epochs=args.epochs or special.epochs or defaults.epochs,
-        passes=args.passes or special.passes,
+        train_samples=_given(args.train_samples, defaults.train_samples),
+        epochs=_given(args.epochs, special.epochs or defaults.epochs),
+        passes=_given(args.passes, special.passes),
         batch_samples=defaults.batch_samples,
         learning_rate=defaults.learning_rate,
         momentum=defaults.momentum,
@@ -239,7 +255,7 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
         quorum=scenario.quorum(),
         quota_cores=_quota_cores(scenario) if burns else 0.0,
         quota_period_s=args.quota_period_ms / 1000.0,
-        hidden_units=args.hidden_units or special.hidden_units,
+        hidden_units=_given(args.hidden_units, special.hidden_units),
         link_bits_per_s=_link_bits_per_s(args, scenario, special),
     )
 
@@ -259,18 +275,36 @@ def target_for(args: argparse.Namespace) -> float:
     return target
 
 
-def _check_numbers(args: argparse.Namespace, defaults: TaskDefaults) -> None:
-    for name, value, least in (
-        ("--seeds", args.seeds, 1),
-        ("--input-ms-per-sample", args.input_ms_per_sample or 0, 0),
-        ("--workers", args.workers or 0, 0),
-        ("--epochs", args.epochs or defaults.epochs, 1),
-        ("--passes", args.passes or 1, 1),
-        ("--quota-period-ms", args.quota_period_ms, 1),
-        ("--hidden-units", args.hidden_units or USUAL_HIDDEN_UNITS, 1),
-    ):
-        if not least <= value < 1e6:
-            raise ValueError(f"{name} is {value}; expected at least {least}")
+def check_mode(mode: str, ranks: int, *, exact: bool = False) -> None:
+    """Refuse a mode of the variant star that `DistributedOptimizer` would refuse once the job runs.
+
+    Args:
+        mode: `auto` or a fixed mode.
+        ranks: Number of ranks of the job.
+        exact: Whether the accuracy is `exact`.
+
+    Raises:
+        ValueError: The mode is unknown, impossible with so many ranks, or not exact and has to be.
+    """
+    plan = parse_mode(mode, ranks)
+    if exact and plan is not None and plan.mode != "sync":
+        raise ValueError(f"--mode is {mode}, which is not synchronous SGD; leave --accuracy exact out")
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    if (problem := out_of_range(args, LEAST)) is not None:
+        raise ValueError(problem)
+
+
+def _check_star_hvd(args: argparse.Namespace) -> None:
+    if importlib.util.find_spec("star_hvd.optimizer") is None:
+        raise ValueError("star_hvd cannot be imported; install it, or use --variants straggler_free,plain")
+    if args.ranks < 2:  # A single rank runs in lockstep: it has no modes and counts no steps.
+        raise ValueError(f"--ranks is {args.ranks}; expected at least 2, or --variants straggler_free,plain")
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def _check_elastic(args: argparse.Namespace) -> None:

@@ -186,6 +186,19 @@ class TestOptions:
             (("--variants", "plain,plain"), "each once"),
             (("--link-mbit", "10"), "belongs to scenario slow-link"),
             (("--hidden-units", "-1"), "--hidden-units is -1"),
+            (("--mode", "garbage"), "mode is 'garbage'"),
+            (("--mode", "partial(9)"), "quorum m is 9"),
+            (("--mode", "partial(3)", "--accuracy", "exact"), "--mode is partial(3), which is not synchronous SGD"),
+            (("--scenario", "none", "--ranks", "1"), "--ranks is 1; expected at least 2"),
+            (("--scenario", "none", "--ranks", "1", "--variants", "plain", "--modes", "sync"), "--ranks is 1"),
+            (("--epochs", "0"), "--epochs is 0; expected at least 1"),
+            (("--passes", "0"), "--passes is 0"),
+            (("--train-samples", "0"), "--train-samples is 0"),
+            (("--train-samples", "-5"), "--train-samples is -5"),
+            (("--hidden-units", "0"), "--hidden-units is 0"),
+            (("--deadline-s", "-1"), "--deadline-s is -1"),
+            (("--deadline-s", "0"), "--deadline-s is 0"),
+            (("--stall-s", "nan"), "--stall-s is nan"),
         ],
     )
     def test_bad_options(self, words: tuple[str, ...], message: str) -> None:
@@ -204,6 +217,13 @@ class TestOptions:
     def test_what_an_elastic_training_does_not_do_is_refused(self, words: tuple[str, ...], message: str) -> None:
         with pytest.raises(ScenarioError, match=re.escape(message)):
             self.spec_of("--scenario", "killed-worker", *words)
+
+    def test_modes_that_are_exact_go_with_exact(self) -> None:
+        for mode in ("auto", "sync", "sync(balanced)", "sync(steal)"):
+            assert self.spec_of("--mode", mode, "--accuracy", "exact").mode == mode
+
+    def test_one_rank_trains_plain_horovod(self) -> None:
+        assert self.spec_of("--scenario", "none", "--ranks", "1", "--variants", "plain").ranks == 1
 
     def test_an_elastic_training_has_the_other_options(self) -> None:
         usual = ("--passes", "1", "--feeding", "shard", "--microbatches", "1")

@@ -286,6 +286,9 @@ class TestDeviceOptions:
         (["--workers", "2"], "belong to --feed loader"),
         (["--feed", "loader", "--workers", "-1"], "--workers is -1"),
         (["--device-ms", "1", "--device-fixed-ms", "2"], "more than --device-ms"),
+        (["--mode", "garbage"], "mode is 'garbage'"),
+        (["--mode", "partial(9)"], "quorum m is 9"),
+        (["--ranks", "1"], "--ranks is 1; expected at least 2"),
     ],
 )
 def test_bad_options_of_overhead(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
