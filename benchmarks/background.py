@@ -19,7 +19,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, run_job
+from benchmarks.lab.spec import write_json
 from benchmarks.machine.netns import Network, NetworkError
 from benchmarks.machine.netns_launch import netns_command, write_plan
 
@@ -83,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--slow-link", type=float, default=1.0, help="the last link is so many times slower")
     parser.add_argument("--no-sets", action="store_true", help="Horovod has no process sets")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=json_file)
     options = parser.parse_args(argv)
     print("     mode     MB Mbit/s compute/ms  before/ms   after/ms  exposed/ms      after   ratio    step")
     cells = []
@@ -104,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     if options.json is not None:
-        options.json.write_text(json.dumps({"cells": cells}, indent=1) + "\n", encoding="utf-8")
+        write_json(options.json, {"cells": cells})
     return 0
 
 

@@ -19,13 +19,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lab.coordinator import coordinator_share
+from benchmarks.lab.json_option import json_file
 from scheduler.diagnosis.stragglers import find_stragglers
 from scheduler.learning.evaluate import hosts
 from scheduler.learning.model_choice import find_ranker
@@ -134,7 +134,7 @@ def _print(rows: Sequence[dict[str, Any]], shares: dict[str, float]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, write JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.decision", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 128, 1024], help="default 8 128 1024")
     parser.add_argument("--repeats", type=int, default=20, help="decisions to time (default 20)")
     args = parser.parse_args(argv)

@@ -33,6 +33,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.measures import time_to_accuracy_s
 from benchmarks.lab.scenarios import FREEZE_EVERY_S, KILLED
 from benchmarks.lab.spec import write_json
@@ -350,7 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print three tables, write JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="results of benchmarks.tta, one scenario each")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     parser.add_argument("--calibrate-from", type=Path,
                         help="take the machine's constants from the straggler-free run of this file for all")
     args = parser.parse_args(argv)

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from benchmarks.lab.json_option import json_file
 from scheduler.diagnosis.forecast import Forecaster, LastValue, RunningMean, RunningMedian
 from scheduler.diagnosis.stragglers import find_stragglers
 from scheduler.records import RankStats, Window
@@ -235,7 +236,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.forecast", description=__doc__.splitlines()[0])
     default = Path(__file__).resolve().parents[2] / "shared/data/star/traces.json"
     parser.add_argument("--traces", type=Path, default=default, help="STAR's logs as JSON (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="file to write")
+    parser.add_argument("--json", type=json_file, help="file to write")
     args = parser.parse_args(argv)
     try:
         matrices = read_matrices(args.traces)

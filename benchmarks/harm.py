@@ -23,6 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.spec import write_json
 
@@ -140,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=400, help="of a run")
     parser.add_argument("--turns", type=int, default=3, help="runs of each mode, in turns")
     parser.add_argument("--deadline-s", type=float, default=240.0, help="of a job")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--mode", default="auto", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

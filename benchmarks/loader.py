@@ -25,6 +25,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 import star_hvd as hvd
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.spec import write_json
 from benchmarks.tta import versions
 
@@ -128,7 +129,7 @@ def _print(name: str, found: dict[str, Any]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure both data sets."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loader", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     parser.add_argument("--epochs", type=int, default=7, help="timed epochs of each side")
     parser.add_argument("--samples", type=int, default=3200, help="samples of an epoch")
     args = parser.parse_args(argv)

@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.spec import write_json
 from benchmarks.machine.quota import QuotaError, find_cpu_group
@@ -328,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=int, default=4, help="products of 512 x 512 matrices in a neighbour's step")
     parser.add_argument("--placed-only", action="store_true", help="leave out the phase with a forced server")
     parser.add_argument("--deadline-s", type=float, default=400.0, help="of a job")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     for name in ("--worker", "--role", "--groups", "--trials", "--seed"):
         kind: Any = {"--worker": Path, "--role": str, "--groups": str}.get(name, int)
         parser.add_argument(name, type=kind, default={"--trials": 5, "--seed": 0}.get(name), help=argparse.SUPPRESS)

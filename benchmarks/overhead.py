@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lab.command import measured, out_of_range, say_error
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import horovodrun_command, run_job
 from benchmarks.lab.networks import NETWORKS
 from benchmarks.lab.options import add_device_options, check_mode, device_times_ms
@@ -109,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure the overhead."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
     parser.add_argument("--network", choices=NETWORKS, default="usual", help="conv: 1 MB of gradients; transformer: 10")
     add_device_options(parser)

@@ -16,10 +16,10 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.lab.json_option import json_file
 from scheduler.cli.evaluate import table
 from scheduler.learning.evaluate import BASELINES, HELD_OUT_SEED, Factory, regrets, summary
 from scheduler.simulator.scenario import draw_scenario
@@ -42,7 +42,7 @@ def _factory(name: str) -> Factory:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.policy", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     parser.add_argument("--scenarios", type=int, default=60, help="scenarios to simulate (default 60)")
     parser.add_argument("--seed", type=int, default=HELD_OUT_SEED, help="first seed")
     parser.add_argument("--ranks", type=int, default=0, help="ranks of every job; drawn if not given")

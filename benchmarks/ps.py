@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lab.command import measured, out_of_range, say_error
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.report import progress_view
 from benchmarks.tta import versions
 from scheduler.plan.plan import Plan
@@ -306,7 +306,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--no-encryption", action="store_true", help="Unix sockets, as with STAR_ENCRYPTION=network on one host"
     )
     parser.add_argument("--no-mirror", action="store_true", help="servers keep nothing for after a death")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     args = parser.parse_args(argv)
     console = Console()
     least = ((name, 1) for name in ("workers", "servers", "mbytes", "chunk_kib", "blocks", "exchanges"))

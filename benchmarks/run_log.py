@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lab.command import measured, out_of_range, say_error
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.report import progress_view
 
@@ -209,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, default=12, help="pairs of blocks")
     parser.add_argument("--steps", type=int, default=40, help="timed steps per block")
     parser.add_argument("--device-ms", type=float, default=30.0, help="emulated device time per step")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     args = parser.parse_args(argv)
     console = Console()
     problem = out_of_range(args, (("ranks", 1), ("steps", 1), ("blocks", 4), ("device_ms", 0)))

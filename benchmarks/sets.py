@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, run_job
 from benchmarks.lab.spec import write_json
 
@@ -89,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure what process sets cost.")
     parser.add_argument("--ranks", type=int, default=4, help="3 or more (%(default)s)")
     parser.add_argument("--repeats", type=int, default=1, help="jobs per variant, in turn (%(default)s)")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--json", type=json_file, help="write all figures here")
     parser.add_argument("--unpatched-python", help="Python of an environment with an unpatched Horovod")
     options = parser.parse_args(arguments)
     if options.ranks < 3 or options.repeats < 1:

@@ -13,12 +13,12 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.spec import write_json
 from scheduler.plan.plan import Plan
 from scheduler.policy.cost_policy import CostPolicy
@@ -80,7 +80,7 @@ def measure(plan: Plan, steps: int, *, policy: bool = False, limit_s: float = 30
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.simspeed", description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     parser.add_argument("--ranks", type=int, default=1000, help="ranks of the job (default 1000)")
     parser.add_argument("--steps", type=int, default=1000, help="steps of the job (default 1000)")
     parser.add_argument("--limit-s", type=float, default=60.0, help="most seconds of a mode (default 60)")

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lab.command import measured, out_of_range, say_error
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import REPOSITORY, JobFailed, horovodrun_command, run_job
 from benchmarks.tta import versions
 
@@ -249,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=STEPS, help="steps of a run")
     parser.add_argument("--device-ms", type=float, default=0.0, help="emulated device time per step")
     parser.add_argument("--optimizers", type=int, default=1, help="make so many one after another in a further job")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     args = parser.parse_args(argv)
     console = Console()
     least = (("ranks", 1), ("runs", 1), ("steps", 1), ("device_ms", 0), ("optimizers", 1))

@@ -27,6 +27,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.spec import write_json
 from benchmarks.machine.strangers import KINDS, idle_listeners, strangers
@@ -234,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=int, default=20, help="products of 256 x 256 matrices in a step (%(default)s)")
     parser.add_argument("--share", action="store_true", help="crowds and job share all processors")
     parser.add_argument("--deadline-s", type=float, default=600.0, help="of the job")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     args = parser.parse_args(argv)
     unknown = sorted(set(args.kinds.split(",")) - set(KINDS))
     if unknown:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.lab.command import measured
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.report import progress_view
 
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--modes", default=MODES, help="separated by semicolons")
     parser.add_argument("--device-ms", type=float, default=30.0, help="emulated device time per step")
     parser.add_argument("--width", type=int, default=256, help="of the network's hidden layer")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     args = parser.parse_args(argv)
     console = Console()
     summary = measured(measure, args, console, ValueError)

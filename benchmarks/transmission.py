@@ -34,6 +34,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, run_job
 from benchmarks.lab.spec import write_json
 from benchmarks.machine.device import FORWARD_PART
@@ -338,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--steps", type=int, default=12, help="that count")
     parser.add_argument("--warm", type=int, default=8, help="before that")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures to this file")
     args = parser.parse_args(argv)
     if args.each < 1 or args.ranks % args.each or args.ranks == args.each:
         parser.error(f"--each is {args.each}; expected a divisor of --ranks, {args.ranks}, below it")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.lab.command import out_of_range
+from benchmarks.lab.json_option import json_file
 from benchmarks.lab.networks import NETWORKS, USUAL_HIDDEN_UNITS
 from benchmarks.lab.scenarios import MEANS, SCENARIOS, Scenario, ScenarioError, baseline, default_modes, make_scenario
 from benchmarks.lab.spec import ALL_VARIANTS, FEEDINGS, PLAIN_VARIANTS, RunSpec
@@ -108,7 +109,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--scenario", choices=SCENARIOS, default="one-slow")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--json", type=Path, help="write all figures and curves to this file")
+    parser.add_argument("--json", type=json_file, help="write all figures and curves to this file")
     parser.add_argument("--dataset", choices=sorted(DATASETS), default="digits")
     parser.add_argument("--seeds", type=int, default=3, help="how many; every variant is trained once per seed")
     parser.add_argument("--epochs", type=int, help="default: as fits the data set and the scenario")
