@@ -5,8 +5,8 @@
 #
 # (scripts/build_image.sh does the same with buildah, without a daemon.)
 #
-# Run a job on one machine:
-#   docker run --rm -it --ipc=host star-hvd:cpu horovodrun -np 4 --gloo python train.py
+# Run a job on one machine, with the program in this folder, which becomes the image's working folder:
+#   docker run --rm -it --ipc=host -v "$PWD":/workspace star-hvd:cpu horovodrun -np 4 --gloo python train.py
 #
 # The image's user is star, number 1000, not root; folders that a job writes to must be that user's, or give your own
 # with --user "$(id -u)" -e HOME=/tmp.
@@ -15,15 +15,18 @@
 # which ranks are let in, and host_ed25519, by which all hosts of the job are known (ssh refuses any other):
 #   mkdir -m 700 ssh && ssh-keygen -t ed25519 -N '' -f ssh/id_ed25519 && ssh-keygen -t ed25519 -N '' -f ssh/host_ed25519
 #   sudo chown -R 1000 ssh
-#   on every other host:
-#     docker run -d --network=host --ipc=host -v $PWD/ssh:/run/star-ssh:ro star-hvd:cuda sshd
+#   on every other host, in a folder with the same program and the same keys:
+#     docker run -d --network=host --ipc=host --gpus=all -v "$PWD":/workspace -v "$PWD"/ssh:/run/star-ssh:ro \
+#       star-hvd:cuda sshd
 #   on the first (STAR_SSHD=1 installs the key here too):
-#     docker run --rm -it --network=host --ipc=host -e STAR_SSHD=1 -v $PWD/ssh:/run/star-ssh:ro star-hvd:cuda \
+#     docker run --rm -it --network=host --ipc=host --gpus=all -e STAR_SSHD=1 -v "$PWD":/workspace \
+#       -v "$PWD"/ssh:/run/star-ssh:ro star-hvd:cuda \
 #       horovodrun -np 16 -H host1:8,host2:8 -p 2222 --gloo python train.py
 #
 # Flags, and why:
 #   --network=host      ranks find each other by the hosts' own names and addresses
 #   --ipc=host          NCCL and data loaders share memory; the default /dev/shm is 64 MB
+#   -v "$PWD":/workspace    the program, at the same place on every host: horovodrun starts ranks in its own folder
 #   --gpus=all          the GPUs (cuda)
 #   --cap-add=IPC_LOCK --device=/dev/infiniband    RDMA must pin memory (InfiniBand, RoCE)
 

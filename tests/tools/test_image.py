@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -21,6 +22,18 @@ def test_both_images_end_as_a_user() -> None:
         assert re.findall(r"^USER (\S+)", stage, flags=re.MULTILINE) == ["star"]
         assert stage.index("system.sh user") < stage.index("USER star") < stage.index("ENTRYPOINT")
         assert "/opt/star/docker/bin:" in stage, "the ssh that checks hosts comes first"
+
+
+def test_the_commands_to_run_a_job_bring_the_program_and_the_gpus() -> None:
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n#", " ")
+    commands = re.findall(r"^# +(docker run .*)$", text, flags=re.MULTILINE)
+    assert len(commands) == 3
+    for command in commands:
+        words = shlex.split(command)
+        assert words[words.index("-v") + 1] == "$PWD:/workspace", command
+        assert ("--gpus=all" in words) == ("star-hvd:cuda" in words), command
+        assert ("$PWD/ssh:/run/star-ssh:ro" in words) == ("--network=host" in words), command
+    assert text.count("WORKDIR /workspace") == 2
 
 
 def test_nothing_switches_host_checking_off() -> None:
