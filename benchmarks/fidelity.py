@@ -347,6 +347,29 @@ def read(path: Path) -> dict[str, Any]:
     return dict(record)
 
 
+def _comparable(paths: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return the scenarios to compare, without those with killed processes.
+
+    Raises:
+        ValueError: A file cannot be read or has no two modes to put in order, or no scenario is left.
+    """
+    records = []
+    for path in paths:
+        record = read(path)
+        if record["scenario"] in KILLED:
+            continue
+        if len(found := _runs(record)) < 2:
+            raise ValueError(
+                f"{path} has {', '.join(found) or 'no fixed mode'} alone, which makes no order; expected two or more "
+                "of plain Horovod and fixed modes, as by the options --variants straggler_free,plain,star --modes "
+                '"partial(3)" of benchmarks.tta'
+            )
+        records.append(record)
+    if not records:
+        raise ValueError("no scenario to compare; those with killed processes are left out")
+    return records
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, print three tables, write JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fidelity", description=__doc__.split("\n")[0])
@@ -357,22 +380,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     console = Console(width=160)
     try:
-        records = [record for record in map(read, args.files) if record["scenario"] not in KILLED]
-        if not records:
-            raise ValueError("no scenario to compare; those with killed processes are left out")
+        records = _comparable(args.files)
         shared = calibrate(read(args.calibrate_from)) if args.calibrate_from is not None else None
         summary, tables = _report(records, console, shared)
     except ValueError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
-    for table in tables:
-        console.print(table)
-    console.print(
-        f"median error of the simulator {100.0 * summary['fidelity']['median_error']:.0f} %, "
-        f"mean tau {summary['kendall_tau']['mean']:.2f}", highlight=False,
-    )  # fmt: skip
     if args.json is not None:
         write_json(args.json, summary)
+    for table in tables:
+        console.print(table)
+    tau = summary["kendall_tau"]["mean"]  # None where all real times are tied.
+    console.print(
+        f"median error of the simulator {100.0 * summary['fidelity']['median_error']:.0f} %, "
+        f"mean tau {'-' if tau is None else f'{tau:.2f}'}", highlight=False,
+    )  # fmt: skip
     return 0
 
 

@@ -183,6 +183,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "has no modes, scenario, spec, variants" in capsys.readouterr().err
 
 
+def test_a_file_without_two_modes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(record()))
+    assert main([str(tmp_path / "a.json"), "--json", str(tmp_path / "out.json")]) == 2
+    said = capsys.readouterr().err
+    assert "a.json has plain alone" in said and '--variants straggler_free,plain,star --modes "partial(3)"' in said
+
+
+def test_equal_times_are_no_order_and_no_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAR_MODEL", "cost_model")
+    (tmp_path / "a.json").write_text(json.dumps(record(**{"partial(3)": 6.0})))
+    out = tmp_path / "out.json"
+    assert main([str(tmp_path / "a.json"), "--json", str(out)]) == 0
+    assert json.loads(out.read_text())["kendall_tau"]["mean"] is None
+    assert "mean tau -" in capsys.readouterr().out
+
+
 def test_simulator_speed_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "speed.json"
     assert simspeed.main(["--ranks", "70", "--steps", "12", "--json", str(out)]) == 0
