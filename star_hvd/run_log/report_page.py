@@ -30,7 +30,14 @@ def run(options: argparse.Namespace) -> int:
         if (directory / layout.RUN).is_file():
             sys.stdout.write(f"{write_page(directory, options.out)}\n")
             return 0
-    return _from_mlflow(options.what, options.to or layout.tracking_uri(root), root, options.out)
+    uri, database = options.to or layout.tracking_uri(root), root / "mlflow.db"
+    if uri == f"sqlite:///{database}" and not database.exists():  # MLflow would make one, with nothing in it.
+        sys.stderr.write(
+            f"error: {options.what} is no run folder and not in {root / 'runs'}, and there is no MLflow in {root}; "
+            "give a run's folder, or the log folder by --logs or STAR_LOG_DIR\n"
+        )
+        return 2
+    return _from_mlflow(options.what, uri, root, options.out)
 
 
 def _from_mlflow(run_id: str, uri: str, root: Path, out: Path) -> int:
