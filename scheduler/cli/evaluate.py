@@ -23,6 +23,7 @@ __all__ = [
     "FEW_SCENARIOS",
     "Located",
     "add_arguments",
+    "check_scenarios",
     "policy_factory",
     "find_champion",
     "find_version",
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="`challenger` (default) or another alias, a folder, a URI models:/..., or `shipped`",
     )
     parser.add_argument("--scenarios", type=int, default=60, help="scenarios to simulate (default 60, minutes)")
-    parser.add_argument("--seed", type=int, default=HELD_OUT_SEED, help="first seed")
+    parser.add_argument("--seed", type=int, default=HELD_OUT_SEED, help="first seed (default and least %(default)s)")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
 
 
@@ -59,8 +60,7 @@ def run(options: argparse.Namespace) -> int:
     """Evaluate a model and print a table; exit status 1 if the cost model is better."""
     from rich.console import Console
 
-    if options.scenarios < 1:
-        raise ValueError(f"--scenarios is {options.scenarios}; expected at least 1")
+    check_scenarios(options)
     found_model = locate(options.model)
     model, version = load(found_model.folder), found_model.version
     # Loading MLflow takes seconds: after everything that can fail.
@@ -80,6 +80,18 @@ def run(options: argparse.Namespace) -> int:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return 0 if found["mean_regret"] <= found["baselines"]["cost_model"] else 1
+
+
+def check_scenarios(options: argparse.Namespace) -> None:
+    """Check `--scenarios` and `--seed`.
+
+    Raises:
+        ValueError: There is no scenario, or one that a model may have been trained on.
+    """
+    if options.scenarios < 1:
+        raise ValueError(f"--scenarios is {options.scenarios}; expected at least 1")
+    if options.seed < HELD_OUT_SEED:
+        raise ValueError(f"--seed is {options.seed}; expected {HELD_OUT_SEED} or more, training draws those below")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import os
 from collections.abc import Mapping, Sequence
 
 from scheduler.cli.evaluate import (
+    FEW_SCENARIOS,
+    check_scenarios,
     find_champion,
     find_version,
     log_regrets,
@@ -32,7 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{100 * MOST_COVERAGE:.0f} %. Exit status: 0 if it is champion now, 1 if the champion stays, 2 if there is "
         "no challenger or MLflow cannot be asked."
     )
-    parser.add_argument("--scenarios", type=int, default=40, help="scenarios to simulate (default 40, minutes)")
+    parser.add_argument(
+        "--scenarios", type=int, default=40,
+        help=f"scenarios to simulate (default 40, minutes); fewer than {FEW_SCENARIOS} are rejected",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=HELD_OUT_SEED + 100_000, help="first seed")
 
 
@@ -42,8 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
     from scheduler.learning.registry import CHALLENGER, CHAMPION, Registry
 
-    if options.scenarios < 1:
-        raise ValueError(f"--scenarios is {options.scenarios}; expected at least 1")
+    check_scenarios(options)
     console, registry = Console(), Registry(os.environ)
     version = find_version(registry, CHALLENGER)
     challenger, champion = load(registry.download(version)), find_champion(registry, CHALLENGER)
@@ -71,7 +75,8 @@ def run(options: argparse.Namespace) -> int:
 def gate(rows: Sequence[Regrets], metrics: Mapping[str, float], names: Mapping[str, str] | None = None) -> list[str]:
     """Return why the challenger, `learned` in the rows, must not become champion; empty if it may.
 
-    Its regret must not exceed that of the champion or of the cost model, and its intervals must be calibrated.
+    Its regret must not exceed that of the champion or of the cost model, in enough scenarios that the mean says
+    something, and its intervals must be calibrated.
 
     Args:
         rows: Regrets of `learned`, `champion` and `cost_model`.
@@ -86,6 +91,8 @@ def gate(rows: Sequence[Regrets], metrics: Mapping[str, float], names: Mapping[s
         for name in ("champion", "cost_model")
         if name in mean and mean["learned"] > mean[name]
     ]
+    if len(rows) < FEW_SCENARIOS:
+        found.append(f"it was judged in {len(rows)} scenarios; expected at least {FEW_SCENARIOS}")
     coverage = metrics.get("coverage", float("nan"))
     if not LEAST_COVERAGE <= coverage <= MOST_COVERAGE:
         wanted = f"{100.0 * LEAST_COVERAGE:.0f} to {100.0 * MOST_COVERAGE:.0f} %"

@@ -48,6 +48,8 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
         (["evaluate", "--model", "no/such/folder"], "does not exist; expected a folder"),
         (["evaluate", "--scenarios", "0"], "--scenarios is 0"),
         (["promote", "--scenarios", "0"], "--scenarios is 0"),
+        (["evaluate", "--seed", "70000"], "--seed is 70000; expected 1000000 or more"),
+        (["promote", "--seed", "999999"], "--seed is 999999; expected 1000000 or more"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
@@ -135,15 +137,22 @@ def regrets(**mean: float) -> list[Regrets]:
     return [Regrets(1, "small_cnn", "sync", 1.0, dict(mean), dict.fromkeys(mean, 0))]
 
 
+def judged_by(**mean: float) -> list[Regrets]:
+    """In as few scenarios as the gate takes."""
+    return regrets(**mean) * evaluate.FEW_SCENARIOS
+
+
 def test_the_gate_opens_for_a_better_model_alone() -> None:
     good = {"coverage": 0.9}
-    assert gate(regrets(learned=0.03, cost_model=0.05), good) == []
-    assert gate(regrets(learned=0.03, cost_model=0.05, champion=0.03), good) == []
-    assert "that of champion 2.00 %" in gate(regrets(learned=0.03, cost_model=0.05, champion=0.02), good)[0]
-    assert "that of cost_model 2.00 %" in gate(regrets(learned=0.03, cost_model=0.02), good)[0]
+    assert gate(judged_by(learned=0.03, cost_model=0.05), good) == []
+    assert gate(judged_by(learned=0.03, cost_model=0.05, champion=0.03), good) == []
+    assert "that of champion 2.00 %" in gate(judged_by(learned=0.03, cost_model=0.05, champion=0.02), good)[0]
+    assert "that of cost_model 2.00 %" in gate(judged_by(learned=0.03, cost_model=0.02), good)[0]
     for coverage in (0.8, 0.97, math.nan):
-        assert "intervals cover" in gate(regrets(learned=0.03, cost_model=0.05), {"coverage": coverage})[0]
-    assert len(gate(regrets(learned=0.03, cost_model=0.05), {})) == 1
+        assert "intervals cover" in gate(judged_by(learned=0.03, cost_model=0.05), {"coverage": coverage})[0]
+    assert len(gate(judged_by(learned=0.03, cost_model=0.05), {})) == 1
+    few = judged_by(learned=0.03, cost_model=0.05)[1:]
+    assert gate(few, good) == ["it was judged in 29 scenarios; expected at least 30"]
 
 
 class FakeRegistry:
@@ -223,6 +232,18 @@ def test_a_challenger_is_judged_against_the_champion_by_name(
     assert status == 0 and registry.promoted == ["2"] and registry.downloaded == ["2", "1"]
     assert "star-tta v1 (champion)" in text and "star-tta v2 (challenger)" in text
     assert "too few" not in text and "stays" not in text
+
+
+def test_a_comparison_in_too_few_scenarios_moves_no_alias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path)
+    monkeypatch.setattr(promote, "MOST_COVERAGE", 1.0)
+    monkeypatch.setattr(promote, "LEAST_COVERAGE", 0.0)
+    registry = FakeRegistry(tmp_path, challenger="2", champion="1")
+    status, _ = promoted(monkeypatch, registry, scenarios=1, learned=0.03, champion=0.04, cost_model=0.05)
+    assert status == 1 and registry.promoted == []
+    assert "rejected: it was judged in 1 scenarios; expected at least 30" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -536,7 +557,7 @@ def test_evaluate_judges_and_says_so(
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     save_model(tmp_path / "model")
     path = tmp_path / "found.json"
-    arguments = ["evaluate", "--model", str(tmp_path / "model"), "--scenarios", "1", "--seed", "3", "--json", str(path)]
+    arguments = ["evaluate", "--model", str(tmp_path / "model"), "--scenarios", "1", "--json", str(path)]
     assert main.main(arguments) == 0
     found = json.loads(path.read_text())
     assert found["policy"] == "learned" and found["mean_regret"] == found["baselines"]["cost_model"]
