@@ -24,7 +24,9 @@ __all__ = ["JobFailed", "horovodrun_command", "run_job"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 KEPT_LOG_LINES = 40
-_OVERRIDES = ("STAR_MODE", "STAR_ACCURACY", "STAR_OVERLAP", "STAR_POLICY", "STAR_LEAST_QUORUM", "STAR_ENCRYPTION")
+_OVERRIDES = (
+    "STAR_MODE", "STAR_ACCURACY", "STAR_OVERLAP", "STAR_POLICY", "STAR_MODEL", "STAR_LEAST_QUORUM", "STAR_ENCRYPTION",
+)  # fmt: skip
 """Variables that override what a benchmark asks for: a job would not be what its figures are named."""
 TERMINATE_GRACE_S = 5.0
 POLL_S = 0.2

@@ -262,10 +262,11 @@ class TestDriver:
 
     def test_a_job_is_what_the_benchmark_asks_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("STAR_MODE", "sync")
+        monkeypatch.setenv("STAR_MODEL", "cost_model")
         monkeypatch.setenv("STAR_RUN_LOG", "1")
         names = "{k: v for k, v in os.environ.items() if k.startswith('STAR_')}"
         (seen,) = _job(tmp_path, f"import json, os; print('@progress', json.dumps({names}))")
-        assert "STAR_MODE" not in seen and seen["STAR_RUN_LOG"] == "1"
+        assert not {"STAR_MODE", "STAR_MODEL"} & set(seen) and seen["STAR_RUN_LOG"] == "1"
 
     def test_a_worker_that_dies_is_reported_with_its_last_lines(self, tmp_path: Path) -> None:
         source = "import sys; print('@progress {broken'); print('the reason'); sys.exit(3)"
