@@ -103,9 +103,9 @@ class LossyWire(Wire):
     def name(self, bucket: Bucket) -> str:
         return super().name(bucket) + self._codecs[bucket.index].suffix(self.form)
 
-    def encode(self, bucket: Bucket, flat: torch.Tensor, *, given: bool) -> torch.Tensor:
+    def encode(self, bucket: Bucket, flat: torch.Tensor, *, weight: float) -> torch.Tensor:
         with self._lock:
-            return self._codecs[bucket.index].encode(flat, self.form, given=given, unit=self._unit)
+            return self._codecs[bucket.index].encode(flat, self.form, weight=weight, unit=self._unit)
 
     def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:
         with self._lock:

@@ -222,8 +222,8 @@ class Wire:
         """Return the name under which the next step's tensor for a bucket is reduced."""
         return f"b{bucket.index}"
 
-    def encode(self, bucket: Bucket, flat: torch.Tensor, *, given: bool) -> torch.Tensor:
-        """Return the tensor to reduce for `flat`; `given` says whether it holds a gradient."""
+    def encode(self, bucket: Bucket, flat: torch.Tensor, *, weight: float) -> torch.Tensor:
+        """Return the tensor to reduce for `flat`, whose gradients have the weight `weight`, 0 if it holds none."""
         return bucket.to_wire(flat)
 
     def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:

@@ -519,9 +519,13 @@ class StepEngine:
             self.replica.load(snapshot, parameters=False)
 
     def fold_late(self, bucket: Bucket, flat: torch.Tensor) -> bool:
-        """Add a bucket's late gradient to a contribution outside a reduced step; the sender counts it."""
+        """Add a bucket's late gradient to a contribution outside a reduced step; the sender counts it.
+
+        Returns:
+            Whether there was one.
+        """
         with self.lock:
-            return self.late.fold(bucket, flat, self.step, self.plan, count=False)
+            return self.late.fold(bucket, flat, self.step, self.plan, count=False) != 0.0
 
     def keep_late(
         self,

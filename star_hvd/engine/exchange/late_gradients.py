@@ -92,7 +92,7 @@ class LateGradients:
             self._counters.drops += 1
             self.kept.clear()
 
-    def fold(self, bucket: Bucket, flat: torch.Tensor, step: int, plan: Plan, *, count: bool = True) -> bool:
+    def fold(self, bucket: Bucket, flat: torch.Tensor, step: int, plan: Plan, *, count: bool = True) -> float:
         """Add the gradient kept for a bucket to `flat`, damped by its staleness in step `step`.
 
         Args:
@@ -103,11 +103,12 @@ class LateGradients:
             count: Whether to count it as applied, because `flat` is certain to be in a step.
 
         Returns:
-            Whether something was folded; a gradient past the staleness bound is dropped and counted instead.
+            The weight it adds, 0 if nothing was folded; a gradient past the staleness bound is dropped and counted
+            instead.
         """
         kept = self.kept.pop(bucket.index, None)
         if kept is None:
-            return False
+            return 0.0
         staleness = step - kept.computed_on
         factor = damping_factor(plan, staleness)
         weight = kept.weight / len(self._buckets)
@@ -115,11 +116,11 @@ class LateGradients:
         if factor == 0.0:
             self._counters.dropped_weight += weight
             self._counters.drops += last
-            return False
+            return 0.0
         kept.fence.order(kept.flat)
         flat.add_(kept.flat, alpha=factor)
         self._counters.applied_weight += weight * factor if count else 0.0
         self._counters.damped_weight += weight * (1.0 - factor)
         self._counters.folds += last
         self._counters.max_staleness = max(self._counters.max_staleness, staleness)
-        return True
+        return kept.weight * factor

@@ -103,17 +103,17 @@ class StepExchange:
         set_weight(flat, weight)
         if bucket is self._carrier:
             self.timing.carrier_complete()
-        self._submit(step, bucket, flat, given=weight != 0.0)
+        self._submit(step, bucket, flat, weight)
 
     def submit_proxy(self, step: OpenStep, bucket: Bucket) -> None:
         """Submit zeros for a bucket, plus any late gradient kept for it."""
-        self._submit(step, bucket, bucket.new_flat(), given=False)
+        self._submit(step, bucket, bucket.new_flat(), 0.0)
 
-    def _submit(self, step: OpenStep, bucket: Bucket, flat: torch.Tensor, *, given: bool) -> None:
-        """Submit `flat`, with the kept late gradient folded in; `given`: it already holds a gradient."""
+    def _submit(self, step: OpenStep, bucket: Bucket, flat: torch.Tensor, weight: float) -> None:
+        """Submit `flat`, which holds gradients of weight `weight`, with the kept late gradient folded in."""
         folded = self._late.fold(bucket, flat, step.number, self._agreement.plan)
-        step.folded += folded
-        reduced_buffer = self._wire.encode(bucket, flat, given=folded or given)
+        step.folded += folded != 0.0
+        reduced_buffer = self._wire.encode(bucket, flat, weight=weight + folded)
         step.buffers[bucket.index], step.reduced_buffers[bucket.index] = flat, reduced_buffer
         if bucket is self._carrier and self.timing.alone and self._wire.has_tail:
             reduced_buffer[-bucket.tail :].zero_()  # Clear an earlier header.

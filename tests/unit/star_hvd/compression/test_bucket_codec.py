@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scheduler.transmission.wire import HALF, LOW_RANK, NONE
 from star_hvd.compression.bucket_codec import RANK, BucketCodec
@@ -38,7 +40,8 @@ def step(
     ranks: list[tuple[Bucket, BucketCodec]], flats: list[torch.Tensor], form: int, given: list[bool], unit: float = 1.0
 ) -> None:
     """One reduction; every flat becomes the sum."""
-    sent = [c.encode(flat, form, given=g, unit=unit) for (_, c), flat, g in zip(ranks, flats, given, strict=True)]
+    weights = [float(flat[-1]) if gives else 0.0 for flat, gives in zip(flats, given, strict=True)]
+    sent = [c.encode(flat, form, weight=w, unit=unit) for (_, c), flat, w in zip(ranks, flats, weights, strict=True)]
     assert len({codec.suffix(form) for _, codec in ranks}) == 1
     total = torch.stack([one.to(torch.float64) for one in sent]).sum(0).to(sent[0].dtype)
     for (_, codec), own, flat in zip(ranks, sent, flats, strict=True):
@@ -73,7 +76,7 @@ def test_what_was_sent_and_what_is_left_are_all_gradients_with_their_weights(
     wanted = torch.zeros(ranks[0][0].numel, dtype=torch.float64)
     got = torch.zeros_like(wanted)
     for form in forms:
-        weights = [float(w) for w in torch.tensor([0.0, 0.5, 1.0, 1.75])[torch.randint(4, (world_size,))]]
+        weights = [float(w) for w in torch.tensor([0.0, 1 / 32, 0.5, 1.0, 1.75])[torch.randint(5, (world_size,))]]
         flats = []
         for (bucket, _), weight in zip(ranks, weights, strict=True):
             flat = bucket.new_flat()
@@ -92,6 +95,68 @@ def test_what_was_sent_and_what_is_left_are_all_gradients_with_their_weights(
     # float16 is added up in float16, as under `Compression.fp16`: what the sum rounds away is in no residual.
     limit = 1e-5 if HALF not in forms or world_size == 1 else 1e-3
     assert float((got + left - wanted).abs().max()) < limit * max(1.0, float(wanted.abs().max())) * len(forms)
+
+
+@pytest.mark.parametrize("form", [NONE, HALF, LOW_RANK])
+def test_the_short_last_batch_of_an_epoch_takes_a_part_of_the_residual_with_it(form: int) -> None:
+    """Its sum is divided by its small weight: the whole residual would move the parameters by a multiple of itself."""
+    ranks = codecs(2)
+    for _ in range(20):
+        flats = [torch.cat([torch.randn(bucket.numel), torch.ones(1)]) for bucket, _ in ranks]
+        step(ranks, flats, LOW_RANK, [True, True])
+    before = [residual(*rank).clone() for rank in ranks]
+    usual = float(before[0].norm())
+    for _ in range(3):  # Several in a row do it no more than one.
+        gradient = torch.randn(ranks[0][0].numel)
+        flats = [torch.cat([gradient / 32, torch.full((1,), 1 / 32)]), ranks[1][0].new_flat()]
+        step(ranks, flats, form, [True, False])
+        mean = flats[0][:-1] / flats[0][-1]
+        assert float(mean.norm()) < 3.0 * usual + float(gradient.norm()), "the residual is amplified"
+        assert torch.equal(residual(*ranks[1]), before[1])
+    left = float(residual(*ranks[0]).norm())
+    assert left > 0.7 * usual
+    for _ in range(2):  # With its usual weight a rank sends all of it again.
+        flats = [torch.cat([torch.zeros(bucket.numel), torch.ones(1)]) for bucket, _ in ranks]
+        step(ranks, flats, NONE, [True, True])
+    assert not bool(residual(*ranks[0]).any())
+
+
+def test_a_rank_whose_weight_becomes_small_for_good_sends_its_residual() -> None:
+    ((bucket, codec),) = ranks = codecs(1)
+    step(ranks, [torch.cat([torch.randn(bucket.numel), torch.ones(1)])], LOW_RANK, [True])
+    whole = float(residual(bucket, codec).norm())
+    for _ in range(40):
+        flat = bucket.new_flat()
+        flat[-1] = 1 / 32
+        step(ranks, [flat], NONE, [True])
+        assert float(flat[:-1].norm()) * 32 < 3.0 * whole
+    assert not bool(residual(bucket, codec).any())
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations on tensors."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_usual_weight_takes_the_residual_without_another_pass(form: int) -> None:
+    """Weights may differ somewhat, as those of balanced batches do."""
+    counts = []
+    for weights in ([1.0, 1.0, 1.0, 1.0], [1.0, 0.6, 1.4, 0.8], [1.0, 1.0, 1.0, 1 / 32]):
+        ((bucket, codec),) = codecs(1)
+        counts.append(list[int]())
+        for weight in weights:
+            flat = torch.cat([weight * torch.randn(bucket.numel), torch.full((1,), weight)])
+            with Operations() as made:
+                sent = codec.encode(flat, form, weight=weight)
+            codec.decode(sent, flat)
+            counts[-1].append(made.count)
+    assert counts[1] == counts[0] and counts[2][:3] == counts[0][:3] and counts[2][3] > counts[0][3]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -127,7 +192,7 @@ def test_low_rank_travels_small_and_both_ways_in_turn() -> None:
     for _ in range(4):
         flat = torch.ones(bucket.numel + 1)
         names.append(codec.suffix(LOW_RANK))
-        sent = codec.encode(flat, LOW_RANK, given=True)
+        sent = codec.encode(flat, LOW_RANK, weight=1.0)
         sizes.append(sent.numel())
         codec.decode(sent, flat)
     assert names == ["p", "q", "p", "q"] and sizes[0] == sizes[2] and sizes[1] == sizes[3]
@@ -139,7 +204,7 @@ def test_a_header_has_its_place_behind_the_weight() -> None:
     ((bucket, codec),) = codecs(1)
     bucket.carry(5)
     bucket.flat[-1] = 1.0
-    sent = codec.encode(bucket.flat, LOW_RANK, given=True)
+    sent = codec.encode(bucket.flat, LOW_RANK, weight=1.0)
     assert sent[-6:].tolist() == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     sent[-5:] = 3.0
     codec.decode(sent, bucket.flat)
@@ -184,13 +249,13 @@ def test_other_types(dtype: torch.dtype, form: int) -> None:
 def test_a_residual_survives_a_round_trip_and_is_sent_whole_without_compression() -> None:
     (bucket, codec), (_, other) = codecs(2)
     flat = torch.randn(bucket.numel + 1)
-    codec.encode(flat, LOW_RANK, given=True)
+    codec.encode(flat, LOW_RANK, weight=1.0)
     left = residual(bucket, codec).clone()
     assert float(left.abs().max()) > 0
     other.load(codec.residuals())
     assert torch.equal(residual(bucket, other), left)
     zero = bucket.new_flat()
-    assert torch.equal(other.encode(zero, NONE, given=True)[:-1], left)
+    assert torch.equal(other.encode(zero, NONE, weight=1.0)[:-1], left)
     assert other.residuals() is None
     other.load(None)
     assert other.residuals() is None
@@ -209,7 +274,7 @@ def test_a_program_that_steps_under_autocast_or_with_another_default_device_lose
             codec = BucketCodec(bucket, Streams([bucket]), 1)
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
                 for flat in flats:
-                    sent = codec.encode(flat, LOW_RANK, given=True)
+                    sent = codec.encode(flat, LOW_RANK, weight=1.0)
                     codec.decode(sent, flat)
             found.append(flats)
         finally:

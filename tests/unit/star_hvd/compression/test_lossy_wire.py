@@ -189,7 +189,7 @@ def wire(rank: int = 0, world_size: int = 2) -> tuple[LossyWire, dict[torch.nn.P
 def used(made: LossyWire, buckets: list[Bucket]) -> dict[str, Any]:
     made.ended(LOW_RANK)
     buckets[0].flat.normal_()
-    made.encode(buckets[0], buckets[0].flat, given=True)
+    made.encode(buckets[0], buckets[0].flat, weight=1.0)
     return {}
 
 
@@ -240,7 +240,7 @@ def test_float16_is_relative_to_the_mean_weight_of_the_step_before(weight: float
         for made, _, (bucket,) in ranks:
             made.ended(HALF, after)
             bucket.flat.fill_(weight)  # Every gradient is 1.
-            sent.append(made.encode(bucket, bucket.flat, given=True))
+            sent.append(made.encode(bucket, bucket.flat, weight=1.0))
         for made, _, (bucket,) in ranks:
             made.decode(bucket, sent[0] + sent[1], bucket.flat)
             assert torch.allclose(bucket.flat[:-1] / bucket.flat[-1], torch.ones(1), rtol=1e-2)
@@ -248,7 +248,7 @@ def test_float16_is_relative_to_the_mean_weight_of_the_step_before(weight: float
     ranks[0][0].restart()  # A rank that joins has not read the weights before.
     ranks[0][0].ended(HALF)
     bucket = ranks[0][2][0]
-    assert float(ranks[0][0].encode(bucket, bucket.flat.fill_(1.0), given=True)[-1]) == 1.0
+    assert float(ranks[0][0].encode(bucket, bucket.flat.fill_(1.0), weight=1.0)[-1]) == 1.0
 
 
 def test_who_forbids_loss_asks_for_none() -> None:

@@ -78,12 +78,12 @@ def test_the_host_looks_at_the_device_once_for_all_buckets_of_a_step_and_never_w
         device.finish()
         for bucket in buckets:
             bucket.flat.fill_(1.0)
-            wire.decode(bucket, wire.encode(bucket, bucket.flat, given=True), bucket.flat)
+            wire.decode(bucket, wire.encode(bucket, bucket.flat, weight=1.0), bucket.flat)
         assert len(device.current.queue) > 3 and not device.faults, "the host waited for a bucket"
         wire.decoded()
         assert not device.faults
         buckets[0].flat.fill_(float("inf"))
-        wire.decode(buckets[0], wire.encode(buckets[0], buckets[0].flat, given=True), buckets[0].flat)
+        wire.decode(buckets[0], wire.encode(buckets[0], buckets[0].flat, weight=1.0), buckets[0].flat)
         wire.decoded()
         assert not device.faults
         device.finish()
@@ -92,6 +92,6 @@ def test_the_host_looks_at_the_device_once_for_all_buckets_of_a_step_and_never_w
             patch.setattr(device, "upload", None)  # It would wait for the device, and under locks in a job.
             wire.restart()
         wire.ended(form)
-        wire.decode(buckets[0], wire.encode(buckets[0], buckets[0].flat, given=True), buckets[0].flat)
+        wire.decode(buckets[0], wire.encode(buckets[0], buckets[0].flat, weight=1.0), buckets[0].flat)
         device.finish()
         assert bool(torch.isfinite(buckets[0].flat.inner).all())  # type: ignore[attr-defined]

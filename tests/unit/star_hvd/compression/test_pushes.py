@@ -104,6 +104,26 @@ def test_servers_get_and_the_rank_keeps_what_was_given(
     assert smalls[-1] or not bool(left_of(wire, bucket).any())
 
 
+@pytest.mark.parametrize("small", [False, True])
+def test_a_push_of_little_weight_to_servers_takes_a_part_of_the_residual_with_it(small: bool) -> None:
+    """A push is divided by its weight where it is alone in an update, as at the end of an epoch."""
+    wire, (bucket,) = wire_of((64, 64))
+    ranges = [(0, 4096)]
+    bucket.flat.copy_(gradient(bucket, 1.0))
+    wire.shrink(bucket, ranges, small=True)
+    wire.load({"rank": 0, "world_size": 2, "residuals": {0: torch.ones(64, 64)}}, {bucket.params[0]: 0})
+    total = left_of(wire, bucket).double()
+    for weight in (1 / 32, 0.0, 1 / 32):
+        given = gradient(bucket, weight)
+        bucket.flat.copy_(given)
+        total += given[:-1].double()
+        wire.shrink(bucket, ranges, small=small)
+        sent, left = bucket.flat[:-1].double(), left_of(wire, bucket).double()
+        assert float((sent - given[:-1]).abs().max()) < 3 * weight + 1e-9 and 0.8 < float(left.mean()) < 1.01
+        total -= sent
+        assert torch.allclose(total, left, atol=1e-5), "something is lost"
+
+
 def test_int8_for_servers_is_kept_where_steps_become_shorter() -> None:
     wire, (bucket,) = wire_of((64, 64))
     for small_s, kept in ((0.2, True), (0.39, False), (0.5, False)):
@@ -198,7 +218,7 @@ def test_what_a_push_left_is_in_the_next_reduction_and_in_the_state() -> None:
     other.load(state, {same[0].params[0]: 0})
     assert torch.equal(left_of(other, same[0]), left_of(wire, buckets[0]))
     wire.restart()  # The rank reduces together with others again.
-    sent = wire.encode(buckets[0], buckets[0].new_flat(), given=True)
+    sent = wire.encode(buckets[0], buckets[0].new_flat(), weight=1.0)
     assert torch.equal(sent[: buckets[0].numel], (flat - came)[:-1]) and wire.state(indices) is None
 
 
@@ -274,7 +294,7 @@ def test_a_residual_of_a_reduction_goes_with_a_push() -> None:
     wire.ended(HALF)
     flat = gradient(buckets[0], 1.0)
     given = flat.clone()
-    sent = wire.encode(buckets[0], flat, given=True)
+    sent = wire.encode(buckets[0], flat, weight=1.0)
     wire.ended(NONE)
     zero = buckets[0].new_flat()
     (came,) = unpack(packed(wire, [zero], small=False), buckets)

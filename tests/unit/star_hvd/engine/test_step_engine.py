@@ -12,7 +12,7 @@ import torch
 
 from scheduler.records import Plan
 from star_hvd.engine.applier import Applier
-from star_hvd.engine.buckets import pack
+from star_hvd.engine.buckets import Bucket, Wire, pack
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.meeting import Position, leaving_servers, settled
 from star_hvd.engine.step_engine import StepEngine
@@ -29,7 +29,9 @@ class Clock:
         return self.now_s
 
 
-def engines(plan: Plan, clock: Clock, *, fp16: bool = False, lr: float = 0.5) -> tuple[Network, list[StepEngine]]:
+def engines(
+    plan: Plan, clock: Clock, *, fp16: bool = False, lr: float = 0.5, wire: type[Wire] = Wire
+) -> tuple[Network, list[StepEngine]]:
     world = World(1, world_size=2)
     network, made = Network(2), []
     for rank in range(2):
@@ -38,7 +40,7 @@ def engines(plan: Plan, clock: Clock, *, fp16: bool = False, lr: float = 0.5) ->
         applier = Applier(optimizer, torch.optim.SGD, pack(params, 16, fp16=fp16), HyperRow(optimizer.param_groups))
         engine = StepEngine(
             rank=rank, plan=plan, applier=applier, collective=Port(network, rank), listener=Ears(world, rank),
-            clock=clock,
+            clock=clock, wire=wire(),
         )
         made.append(engine)
     return network, made
@@ -144,6 +146,42 @@ def test_whoever_waits_for_the_next_step_gets_the_claimed_one_from_the_helper_of
     for mine, theirs in zip(elsewhere.applier.buckets, waiting.applier.buckets, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine.params, theirs.params, strict=True))
     assert elsewhere.own.steps == 1 and elsewhere.counters.produced_weight == elsewhere.counters.applied_weight == 1.0
+
+
+class Weighed(Wire):
+    """Notes which weight each contribution is said to have."""
+
+    def __init__(self) -> None:
+        self.weights: list[float] = []
+
+    def encode(self, bucket: Bucket, flat: torch.Tensor, *, weight: float) -> torch.Tensor:
+        self.weights.append(weight)
+        assert weight == float(flat[-1])
+        return super().encode(bucket, flat, weight=weight)
+
+
+def test_a_contribution_is_encoded_for_the_weight_that_it_has() -> None:
+    """That of a short batch, of a late gradient alone, damped, of both, or none."""
+    network, pair = engines(Plan.partial(2, 1), Clock(), wire=Weighed)
+    member, away = pair
+    away.set_inactive(True)
+    member.own.weight = 1 / 32
+    late = [torch.full((5,), 0.5) for _ in away.applier.buckets]
+    for step in range(3):
+        if step == 1:
+            away.keep_late([flat.clone() for flat in late], 0)
+        elif step == 2:
+            member.keep_late([flat.clone() for flat in late], 2)
+        gradients(member)
+        away.close(step)
+        for _ in range(4):
+            away.helper_tick()
+        assert member.arrive()
+        reduce_all(network)
+        finish(member)
+    wires = [engine.wire for engine in pair]
+    assert all(isinstance(wire, Weighed) for wire in wires)
+    assert [wire.weights for wire in wires] == [4 * [1 / 32] + 2 * [17 / 32], [0.0, 0.0, 0.25, 0.25, 0.0, 0.0]]  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("fp16", [False, True])
