@@ -121,16 +121,19 @@ class Overlap:
         self._reasons: set[str] = set()  # Those that were logged.
         self._refusal: str | None = None  # Why steps of this rank do not overlap.
         self._held_back = 0  # Steps, from the next one on, that are sent as without overlap.
-        self._sizes = SizeSearch(len(self._applier.buckets))
         self._trial = OffSwitch() if auto else None
-        self._on = not auto or not self._sizes.decided  # Whether steps overlap now.
         self.layout_changed()
         driver.overlapped = self
         driver.reporter.on_header = self._note_header
 
     def layout_changed(self) -> None:
-        """Adapt to added buckets."""
+        """Adapt to added buckets. Measurements with fewer say nothing of them; what a trial has decided stays."""
         self._reduced = {param for bucket in self._applier.buckets for param in bucket.params}
+        trial = self._trial
+        if trial is None or not trial.decided:
+            self._sizes = SizeSearch(len(self._applier.buckets))
+            self._trial = None if trial is None else OffSwitch()
+            self._on = trial is None or not self._sizes.decided  # Whether steps overlap now.
         self._use(overlap=self._on)
 
     @property
@@ -202,6 +205,8 @@ class Overlap:
         return self._on and reason is None
 
     def _reason(self) -> str | None:
+        if not self._applier.buckets:
+            return "there is no trained parameter"
         optimizer = self._applier.optimizer
         hooks = (
             optimizer.__dict__.get("_optimizer_step_pre_hooks"),

@@ -505,6 +505,33 @@ def new_group(overlap: bool) -> Facts:
 
 
 @program
+def all_frozen(overlap: bool) -> Facts:
+    """No parameter is trained at first; what is added later overlaps, and the sizes of its buckets are searched for."""
+    torch.manual_seed(3)
+    net = Net().requires_grad_(False)
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(8)))
+    own = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(own, net.named_parameters(), mode="sync", overlap=overlap)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        optimizer.step()
+        assert not pending(optimizer)
+    overlapped = driver_of(optimizer).overlapped
+    assert overlapped is None or overlapped.describe() == "overlap is off: there is no trained parameter"
+    went_on = 0
+    for number in range(24 + 6 * 10 + STEPS):
+        if number == 0:
+            optimizer.add_param_group({"params": list(layers.parameters())})
+        optimizer.zero_grad()
+        layers(torch.full((2, 8), 1.0 + number % 3 + int(hvd.rank()))).square().mean().backward()
+        optimizer.step()
+        went_on += pending(optimizer)
+    assert (went_on > 6 * 10) == overlap, went_on
+    assert overlapped is None or overlapped.describe().startswith("buckets reduced at once: "), overlapped.describe()
+    return end(net, optimizer, layers=digest(layers.parameters()))
+
+
+@program
 def unfrozen(overlap: bool) -> Facts:
     """A layer that was frozen when the optimizer was wrapped is trained: no bucket has it."""
     net, optimizer = make(overlap)
