@@ -6,7 +6,8 @@ LightGBM corrects the cost model instead of replacing it: three heads predict th
 
 and a fourth the probability of reaching the target. Decisions use the geometric mean of cost model and corrected
 prediction. Rows outside the range of the training data, and rows with too wide an interval, get the cost model's
-prediction.
+prediction. Only the age of a job and the number of observations of the price, which grow for as long as it trains, may
+be above their range: the heads are constant there.
 
 A model is a folder: `model.json` and one LightGBM text file per head, listed in it with SHA-256. Text, not pickle, so
 that a model from elsewhere executes no code.
@@ -65,6 +66,12 @@ _MOST_BYTES = 32 << 20
 _MARGIN = 0.1
 """Margin at both ends of a feature's range, as a fraction of it, that still counts as in range."""
 
+_GROWING = ("age_log", "price_seen_log")
+"""Features that grow throughout a job and count as the greatest trained value beyond it.
+
+No tree splits there, so the heads predict the same; without this, no row of an older job would be in range.
+"""
+
 CORRECTION_WEIGHT = 0.5
 """Weight of the learned correction: an average of two predictors with different errors is better than either. Chosen on
 60 simulated jobs (regret 2.9 %, 3.2 % with weight 0); on 30 others it is 5.8 %, 6.0 % with weight 1, 7.8 % with 0."""
@@ -106,6 +113,8 @@ class Predictor:
         self._widen = float(calibration["widen"])
         self._widest = float(calibration["widest"])
         self._warned_sizes: set[int] = set()
+        self._warned_range = False
+        self._most[[FEATURES.index(name) for name in _GROWING]] = math.inf
         self._cost, self._ranks = FEATURES.index("cost_log"), FEATURES.index("ranks_log2")
 
     def __call__(
@@ -121,7 +130,9 @@ class Predictor:
         if problem is not None:  # All rows would be out of range: see `estimate`.
             self._warn_size(conditions.world_size, problem)
             return predictions
-        found = self.estimate(rows(offered, conditions, window, active, predictions))
+        features = rows(offered, conditions, window, active, predictions)
+        found = self.estimate(features)
+        self._warn_range(features[[plan.mode != "sync" for plan in offered]])
         return [
             _prediction(cost, found, index) if found.known[index] and cost.plan.mode != "sync" else cost
             for index, cost in enumerate(predictions)
@@ -141,6 +152,24 @@ class Predictor:
             self._warned_sizes.add(world_size)
             logger.warning("%s", problem)
 
+    def _outside(self, features: Array) -> Flags:
+        """Which values are outside the range of the training data, shape (n, n_features)."""
+        return ~((features >= self._least) & (features <= self._most))
+
+    def _warn_range(self, features: Array) -> None:
+        """Warn once that no row of a decision is in range: without this, the model would be off without a sign."""
+        outside = self._outside(features)
+        if self._warned_range or not len(features) or not outside.any(axis=1).all():
+            return
+        self._warned_range = True
+        worst = int(outside.sum(axis=0).argmax())
+        values = features[outside[:, worst], worst]
+        least, most = self.about["ranges"][worst]
+        logger.warning(
+            "no candidate is in the range of the model's training data, so the cost model decides until one is: "
+            "%s is %.4g; trained on %.4g to %.4g", FEATURES[worst], values[0], least, most
+        )  # fmt: skip
+
     def estimate(self, features: Array) -> _Estimates:
         """Calibrated estimates for feature rows, shape (n, n_features)."""
         raw = {
@@ -151,7 +180,7 @@ class Predictor:
         middle = raw["middle"]
         low = np.minimum(raw["low"] - self._widen, middle)
         high = np.maximum(raw["high"] + self._widen, middle)
-        in_range = ((features >= self._least) & (features <= self._most)).all(axis=1)
+        in_range = ~self._outside(features).any(axis=1)
         finite = np.isfinite(low) & np.isfinite(high) & np.isfinite(raw["reach"])
         return _Estimates(
             low=cost + low,

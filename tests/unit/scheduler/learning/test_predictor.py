@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from scheduler.cost.conditions import Conditions
+from scheduler.cost.cost_model import Prediction
 from scheduler.learning import boosters
 from scheduler.learning.features import FEATURES, speed
 from scheduler.learning.model_choice import find_ranker
@@ -29,9 +30,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def moment(predict: Predictor, n: int = 4) -> tuple[list, list]:
+def moment(
+    predict: Predictor, n: int = 4, *, step: int | None = None, usual_s: float = 0.1
+) -> tuple[list[Prediction], list[Prediction]]:
     """The predictor's and the cost model's predictions of one window."""
-    given, active = window(steady(n, slow={1: 3.0})), Plan.sync(n)
+    given, active = window(steady(n, slow={1: 3.0}, usual_s=usual_s), end=step), Plan.sync(n)
     conditions = Conditions.from_window(given)
     assert conditions is not None
     offered = candidates(conditions, active)
@@ -73,6 +76,34 @@ def test_other_numbers_of_ranks_are_told_once(caplog: pytest.LogCaptureFixture) 
         assert any(one.learned for one in learned) == (n == 8)
     said = [record.getMessage() for record in caplog.records if record.name == "star_hvd"]
     assert said == ["3 ranks: the model was trained on 4 to 32; the cost model decides"]
+
+
+def test_old_jobs_keep_the_model(caplog: pytest.LogCaptureFixture) -> None:
+    """A job only becomes older, so an age above the training data's must not end the use of the model."""
+    predict = load(SHIPPED)
+    known, _ = moment(predict, 8, step=1500)
+    old, _ = moment(predict, 8, step=1_000_000)
+    assert [one.learned for one in old] == [one.learned for one in known]
+    assert sum(one.learned for one in old) > len(old) / 2
+    # The same row with the oldest trained age: the heads are constant beyond it.
+    about = dict(zip(FEATURES, predict.about["ranges"], strict=True))
+    middle = np.array([[sum(about[name]) / 2.0 for name in FEATURES]] * 3)
+    for name in ("age_log", "price_seen_log"):
+        ages = middle.copy()
+        ages[:, FEATURES.index(name)] = [about[name][1] + 1e-4, about[name][1] + 3.0, 20.0]
+        found = predict.estimate(ages)
+        assert len(set(found.middle.tolist())) == len(set(found.reach.tolist())) == 1
+        assert len(set(found.known.tolist())) == 1
+    assert not caplog.records
+
+
+def test_a_decision_with_no_row_in_range_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    predict = load(SHIPPED)
+    for usual_s in (0.1, 4.0, 4.0, 0.1):
+        learned, _ = moment(predict, 8, usual_s=usual_s)
+        assert any(one.learned for one in learned) == (usual_s == 0.1)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "star_hvd"]
+    assert "cycle_log is -7.887; trained on -6.939 to -0.9366" in said and "the cost model decides" in said
 
 
 def test_wide_intervals_fall_back(folder: Path) -> None:
