@@ -151,23 +151,38 @@ def _registry() -> Registry | None:
 
 
 def find_champion(registry: Registry | None, but: str) -> tuple[str, Predictor] | None:
-    """The champion with its title; the package's model, which jobs use by default, if there is no champion.
+    """The champion with its title; the package's model, which jobs use by default, if there is no usable champion.
+
+    A champion of another version of the features, or whose files are damaged or gone, would otherwise keep its place
+    for ever, since only a comparison with it gives the alias to another model.
 
     Args:
         registry: None without MLflow.
         but: The model to evaluate; returns None if it is the champion itself.
 
     Raises:
-        ModelError: The registry cannot be asked.
+        ModelError: The registry cannot be asked or does not answer.
     """
-    from scheduler.learning.registry import CHAMPION
+    from scheduler.learning.registry import CHAMPION, FilesMissing
 
     version = registry.alias(CHAMPION) if registry is not None else None
     if but == CHAMPION or (version is None and but == "shipped"):
         return None
     if registry is None or version is None:
         return "shipped model (no champion)", load(SHIPPED)
-    return model_title(version, CHAMPION), load(registry.download(version))
+    try:
+        folder = registry.download(version)
+    except FilesMissing as error:  # Not other errors, so an outage does not pass for a missing champion.
+        return _replaced(version, error)
+    try:
+        return model_title(version, CHAMPION), load(folder)
+    except ModelError as error:
+        return _replaced(version, error)
+
+
+def _replaced(version: Version, error: ModelError) -> tuple[str, Predictor]:
+    """The package's model in the place of a champion that cannot be used."""
+    return f"shipped model (champion v{version.number} cannot be used: {error})", load(SHIPPED)
 
 
 def model_title(version: Version, alias: str) -> str:

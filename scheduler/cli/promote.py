@@ -29,8 +29,8 @@ LEAST_COVERAGE, MOST_COVERAGE = 0.85, 0.95
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.epilog = (
-        "The challenger's mean regret must not exceed that of the champion (the shipped model if there is none yet) "
-        f"or of the cost model; its 90 % intervals must cover {100 * LEAST_COVERAGE:.0f} to "
+        "The challenger's mean regret must not exceed that of the champion (the shipped model if there is none that "
+        f"can be used) or of the cost model; its 90 % intervals must cover {100 * LEAST_COVERAGE:.0f} to "
         f"{100 * MOST_COVERAGE:.0f} %. Exit status: 0 if it is champion now, 1 if the champion stays, 2 if there is "
         "no challenger or MLflow cannot be asked."
     )

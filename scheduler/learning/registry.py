@@ -26,7 +26,17 @@ from scheduler.learning.predictor import ModelError, load
 from scheduler.mlflow_limits import limit_requests
 from scheduler.redact import redacted
 
-__all__ = ["CHALLENGER", "CHAMPION", "FETCH_S", "MODEL_NAME", "Registry", "Version", "fetch", "tracking_uri"]
+__all__ = [
+    "CHALLENGER",
+    "CHAMPION",
+    "FETCH_S",
+    "MODEL_NAME",
+    "FilesMissing",
+    "Registry",
+    "Version",
+    "fetch",
+    "tracking_uri",
+]
 
 MODEL_NAME = "star-tta"
 CHAMPION, CHALLENGER = "champion", "challenger"
@@ -36,6 +46,9 @@ EXPERIMENT = "star-scheduler"
 _ABSENT = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
 """MLflow's codes for a registered model without the alias, and for no such model."""
 
+_NO_FILES = 3
+"""Exit status of the child process if the artifact store was reached and does not have the model's files."""
+
 FETCH_S = 20.0
 """Longest wait of a starting training job for the registry: two imports of MLflow on a busy machine."""
 
@@ -44,6 +57,10 @@ def tracking_uri(environ: Mapping[str, str]) -> str:
     """`MLFLOW_TRACKING_URI`, else the SQLite file `mlflow.db` in `STAR_LOG_DIR`, `training_logs` by default."""
     root = Path(environ.get("STAR_LOG_DIR", "").strip() or "training_logs").resolve()
     return environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{root / 'mlflow.db'}"
+
+
+class FilesMissing(ModelError):
+    """The registry answers and has the version, but not its files; they were deleted, for example."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +220,7 @@ class Registry:
         """Download a version by its number, since an alias may have moved; returns its folder.
 
         Raises:
+            FilesMissing: Its files are gone.
             ModelError: It cannot be fetched.
         """
         return fetch(f"models:/{version.name}/{version.number}", self._environ, deadline_s=120.0)
@@ -220,6 +238,7 @@ def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = No
         The folder with `model.json`.
 
     Raises:
+        FilesMissing: The registry answered, but the model's files are gone.
         ModelError: The model does not exist, the registry did not answer in time, or MLflow is not installed.
     """
     deadline_s = FETCH_S if deadline_s is None else deadline_s
@@ -243,7 +262,8 @@ def fetch(uri: str, environ: Mapping[str, str], *, deadline_s: float | None = No
         raise ModelError(f"cannot start a process to fetch the model: {error}") from None
     if done.returncode:
         lines = done.stderr.strip().splitlines() or ["no message"]
-        raise ModelError(redacted(f"{uri} cannot be fetched from {location}: {lines[-1]}", environ))
+        kind = FilesMissing if done.returncode == _NO_FILES else ModelError
+        raise kind(redacted(f"{uri} cannot be fetched from {location}: {lines[-1]}", environ))
     return Path(done.stdout.strip().splitlines()[-1])
 
 
@@ -251,11 +271,11 @@ def find_model(folder: Path) -> Path:
     """Find the folder with `model.json` in a download.
 
     Raises:
-        ModelError: There is none.
+        FilesMissing: There is none.
     """
     found = sorted(folder.rglob("model.json"))
     if not found:
-        raise ModelError(f"no model.json in {folder}; expected a model that `star-scheduler train` registered")
+        raise FilesMissing(f"no model.json in {folder}; expected a model that `star-scheduler train` registered")
     return found[0].parent
 
 
@@ -272,7 +292,7 @@ def _main(arguments: list[str]) -> int:
         # MLflow passes on any error of its stores; the parent shows the last line.
         text = redacted(" ".join(str(error).split()))[:300]
         sys.stderr.write(f"{type(error).__name__}: {text}\n")
-        return 1
+        return _NO_FILES if isinstance(error, FilesMissing) else 1
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import threading
 import time
@@ -14,7 +15,16 @@ from scheduler.cli import main
 from scheduler.learning import dataset
 from scheduler.learning.model_choice import find_ranker
 from scheduler.learning.predictor import HEADS, ModelError, Predictor, load
-from scheduler.learning.registry import CHALLENGER, CHAMPION, Registry, Version, fetch, find_model, tracking_uri
+from scheduler.learning.registry import (
+    CHALLENGER,
+    CHAMPION,
+    FilesMissing,
+    Registry,
+    Version,
+    fetch,
+    find_model,
+    tracking_uri,
+)
 from tests.support.extras import needs
 from tests.support.learning import save_model, small_table
 
@@ -134,6 +144,21 @@ def test_a_server_that_hangs_is_given_up() -> None:
 def test_where_models_are_looked_for() -> None:
     assert tracking_uri({"MLFLOW_TRACKING_URI": "http://server"}) == "http://server"
     assert tracking_uri({"STAR_LOG_DIR": "/somewhere"}) == "sqlite:////somewhere/mlflow.db"
+
+
+@pytest.mark.timeout(900)
+def test_deleted_files_are_told_from_a_version_that_is_not_there(tmp_path: Path) -> None:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW")}
+    environ["STAR_LOG_DIR"] = str(tmp_path / "logs")
+    about = save_model(tmp_path / "model")
+    registry = Registry(environ)
+    version = registry.record(tmp_path / "model", about, sample=small_table().head(3))
+    shutil.rmtree(tmp_path / "logs/artifacts")
+    with pytest.raises(FilesMissing, match=r"models:/star-tta/1 cannot be fetched .*no model\.json"):
+        registry.download(version)
+    with pytest.raises(ModelError, match="not found") as absent:
+        registry.download(Version("star-tta", "77", "run"))
+    assert not isinstance(absent.value, FilesMissing)
 
 
 def test_a_folder_without_a_model_is_told(tmp_path: Path) -> None:
