@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "The challenger's mean regret must not exceed that of the champion (the shipped model if there is none that "
         f"can be used) or of the cost model; its 90 % intervals must cover {100 * LEAST_COVERAGE:.0f} to "
-        f"{100 * MOST_COVERAGE:.0f} %. Exit status: 0 if it is champion now, 1 if the champion stays, 2 if there is "
+        f"{100 * MOST_COVERAGE:.0f} %. Exit status: 0 if it is champion now, 1 if it is not, 2 if there is "
         "no challenger or MLflow cannot be asked."
     )
     parser.add_argument(
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
     check_scenarios(options)
     console, registry = Console(), Registry(os.environ)
-    version = find_version(registry, CHALLENGER)
+    version, before = find_version(registry, CHALLENGER), registry.alias(CHAMPION)
     challenger, champion = load(registry.download(version)), find_champion(registry, CHALLENGER)
     assert champion is not None
     names = {"learned": model_title(version, CHALLENGER), "champion": champion[0]}
@@ -65,6 +65,10 @@ def run(options: argparse.Namespace) -> int:
         console.print(f"rejected: {problem}", highlight=False)
     if problems:
         console.print(f"the champion stays: {champion[0]}", highlight=False)
+        return 1
+    # The simulation takes minutes: another promotion may have ended, and this model was not compared with its champion.
+    if registry.alias(CHAMPION) != before:
+        console.print("the champion changed meanwhile; run promote again", highlight=False)
         return 1
     mean = {one.name: one.mean for one in standings(rows)}
     registry.promote(version, {"regret": mean["learned"], "coverage": metrics["coverage"]})

@@ -170,11 +170,12 @@ class FakeRegistry:
         return self
 
     def alias(self, alias: str) -> Version | None:
-        """Somebody else's training takes the alias as soon as it was resolved."""
+        """Somebody else's training takes the challenger's alias as soon as it was resolved."""
         if alias not in self.aliases:
             return None
         found = Version(self.name, self.aliases[alias], "run7")
-        self.aliases[alias] = "9"
+        if alias == "challenger":
+            self.aliases[alias] = "9"
         return found
 
     def download(self, version: Version) -> Path:
