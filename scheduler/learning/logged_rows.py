@@ -48,12 +48,23 @@ _HISTORY, _MOMENTS = 64, 6
 _FIRST_STEP = 8
 """Least number of reports of a rank at a moment."""
 
+_START_SHARE = 0.05
+"""Greatest part of a run's time that the `sync` before the user's mode may take. Servers need about 2 s to start."""
+
 _ACTIVE_STEP = 12
-"""Step by which the user's mode is active."""
+"""Step by which the user's mode is active, in old logs, which do not say what the user asked for."""
 
 _LEAST_RATE, _MOST_RATE = 1.0, 1e15  # Bytes per second; a link that is not between them was not measured.
 _MOST_COMM_S = 1e6  # As long as no communication of a step takes.
 _CLIP = 3.5  # As in `simulated_rows`.
+
+
+class _Begun(NamedTuple):
+    """A plan and when it became active."""
+
+    plan: Plan
+    step: int
+    time_s: float
 
 
 class _Report(NamedTuple):
@@ -70,7 +81,7 @@ class LoggedRun:
     Attributes:
         name: Name of its folder.
         facts: The job's logged facts.
-        plans: Active plans in order, without repetition and without the `sync` that precedes the user's mode.
+        plans: Active plans in order, without repetition and without a short `sync` that precedes the user's mode.
         target_s: When the target was reached, seconds since the first plan; infinite if it was not.
         given_s: When it finished, seconds since the first plan; NaN if it failed, was killed, or runs.
         reports: Per rank its reports, in order of step, without the first.
@@ -137,21 +148,18 @@ def _read(folder: Path) -> LoggedRun:
         _UnusableRun: The run cannot be used.
     """
     facts: dict[str, Any] = {}
-    plans: list[Plan] = []
+    plans: list[_Begun] = []
     points: list[tuple[str, float, float]] = []
     noise: list[tuple[int, float]] = []
     readings: list[tuple[int, Mapping[str, Any]]] = []
-    begin_s, end_s = math.nan, math.nan
+    end_s = math.nan
     for event in read_run_file(folder / "events.jsonl"):
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
             facts.update(event["values"])
         elif kind == "plan":
-            plan = _plan(event)
-            begin_s = float(event.get("time_s") or 0.0) if math.isnan(begin_s) else begin_s
-            if len(plans) == 1 and plans[0].mode == "sync" and int(event.get("step") or 0) <= _ACTIVE_STEP:
-                plans.clear()
-            plans += [plan] if not plans or plans[-1] != plan else []
+            begun = _Begun(_plan(event), int(event.get("step") or 0), float(event.get("time_s") or 0.0))
+            plans += [begun] if not plans or plans[-1].plan != begun.plan else []
         elif kind == "metric" and isinstance(event.get("value"), (int, float)):
             points.append((str(event.get("name")), float(event["value"]), float(event.get("time_s") or 0.0)))
         elif kind == "window":
@@ -164,14 +172,37 @@ def _read(folder: Path) -> LoggedRun:
     if not plans:
         raise _UnusableRun("it has no plan")
     reached = [time_s for name, value, time_s in points if name == target.name and target.reached(value)]
+    begin_s = plans[0].time_s
     target_s = min(reached) - begin_s if reached else math.inf
     if target_s <= 0.0:
         raise _UnusableRun("it reached its target before its first plan, so no time says anything")
-    reports = _all_reports(folder, plans[0].world_size)
+    given_s = end_s - begin_s
+    modes = _without_start(plans, facts.get("mode"), target_s if reached else given_s)
+    reports = _all_reports(folder, modes[0].world_size)
     return LoggedRun(
-        name=folder.name, facts=facts, plans=plans, target_s=target_s, given_s=end_s - begin_s, reports=reports,
+        name=folder.name, facts=facts, plans=modes, target_s=target_s, given_s=given_s, reports=reports,
         noise=noise, readings=readings,
     )  # fmt: skip
+
+
+def _without_start(plans: Sequence[_Begun], asked: object, took_s: float) -> list[Plan]:
+    """The plans without the `sync` in which a run waits for the user's mode, if it took little of the run's time.
+
+    Args:
+        plans: The plans, without repetition.
+        asked: The mode that the user asked for; None in old logs.
+        took_s: Time to the target, or else to the end; NaN if there is neither.
+    """
+    modes = [begun.plan for begun in plans]
+    if len(modes) < 2 or not modes[0].plain:
+        return modes
+    if asked is None:
+        return modes[1:] if plans[1].step <= _ACTIVE_STEP else modes
+    # `grouped` without a number, `grouped(0)` as a label, gets the number of its groups when it becomes active.
+    starts = len(modes) == 2 and asked in (modes[1].label, f"{modes[1].mode}(0)")
+    # A run without an end is not used: what it lacks, not the start of its mode, is the reason.
+    long = plans[1].time_s - plans[0].time_s > _START_SHARE * took_s
+    return modes[1:] if starts and not long else modes
 
 
 def _plan(event: Mapping[str, Any]) -> Plan:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from scheduler.cost.conditions import CYCLE_S, Conditions
 from scheduler.diagnosis.window_stats import MIN_REPORTS
-from scheduler.learning.logged_rows import LoggedRun, read_run, windows
+from scheduler.learning import dataset
+from scheduler.learning.logged_rows import LoggedRun, read_run, real_rows, windows
 from scheduler.plan.plan import Plan
 from scheduler.records import StepReport, StepTimes
 from star_hvd.channel.messages.base import Arrive
 from tests.support.job_states import Job
+from tests.unit.scheduler.cli.test_main import logged
 
 _STEPS, _RANKS = 40, 4
 
@@ -51,8 +54,8 @@ def test_times_are_those_of_the_coordinator(queued: tuple[float, ...], tmp_path:
         for rank in range(_RANKS):
             job.say(rank, Arrive(0, step, 0, _report(rank, step, queued).times, 0.0))
     last = windows(_logged(tmp_path / "run", queued))[-1]
-    for live, logged in zip(job.engine.window().ranks, last.ranks, strict=True):
-        assert logged.steps == live.steps and logged.compute_s == pytest.approx(live.compute_s)
+    for live, known in zip(job.engine.window().ranks, last.ranks, strict=True):
+        assert known.steps == live.steps and known.compute_s == pytest.approx(live.compute_s)
 
 
 def test_communication_is_what_the_log_says(tmp_path: Path) -> None:
@@ -65,3 +68,61 @@ def test_communication_is_what_the_log_says(tmp_path: Path) -> None:
     for name, unknown in (("b", {}), ("c", {"comm_s": None}), ("d", {"comm_s": -1.0}), ("e", {"comm_s": 10**400})):
         found = windows(_logged(tmp_path / name, (0.0,) * 4, **unknown))[-1]  # type: ignore[arg-type]
         assert all(stats.comm_s == () for stats in found.ranks)
+
+
+# ---- the start of the user's mode -----------------------------------------------------------------------------------
+
+
+def _begun_late(root: Path, *plans: tuple[int, float, Plan], reached_s: float | None = 100.0, **facts: object) -> Path:
+    """A run that begins in `sync`, and whose further plans become active at a step and a time."""
+    logged(root, "run", Plan.sync(4), reached_s=reached_s, **facts)  # type: ignore[arg-type]
+    taken = [json.dumps({"kind": "plan", "time_s": at_s, "step": step, "plan": plan.to_dict()})
+             for step, at_s, plan in plans]  # fmt: skip
+    path = root / "run" / "events.jsonl"
+    lines = path.read_text().split("\n")
+    path.write_text("\n".join([*lines[:2], *taken, *lines[2:]]))
+    return root / "run"
+
+
+_SERVED = Plan.ps(4, 3, servers=(0,), plan_id=1)
+
+
+@pytest.mark.parametrize(
+    ("mode", "active_s", "reached_s", "given_s", "labels"),
+    [
+        ("ps(3)", 3.0, 100.0, None, ["ps(3)"]),  # 2 s of 100 s, 40 steps.
+        ("ps(3)", 3.0, 30.0, None, ["sync", "ps(3)"]),  # Of 30 s they would distort the label.
+        ("ps(3)", 3.0, None, 100.0, ["ps(3)"]),
+        ("ps(3)", 3.0, None, 30.0, ["sync", "ps(3)"]),
+        ("ps(3)", 3.0, None, None, ["ps(3)"]),  # It crashed, which is why it is left out.
+        ("partial(3)", 3.0, 100.0, None, ["sync", "ps(3)"]),  # Not what was asked for.
+        ("auto", 3.0, 100.0, None, ["sync", "ps(3)"]),
+    ],
+)
+def test_a_short_start_in_sync_is_forgotten_whatever_its_steps(
+    tmp_path: Path, mode: str, active_s: float, reached_s: float | None, given_s: float | None, labels: list[str]
+) -> None:
+    """Servers need about 2 s to start, in which a job makes tens of steps."""
+    run = read_run(_begun_late(tmp_path, (40, active_s, _SERVED), reached_s=reached_s, given_s=given_s, mode=mode))
+    assert run is not None and [plan.label for plan in run.plans] == labels
+
+
+def test_grouped_without_a_number_is_what_was_asked_for(tmp_path: Path) -> None:
+    plan = Plan.grouped(4, [(0, 1), (2, 3)], plan_id=1)
+    run = read_run(_begun_late(tmp_path, (40, 3.0, plan), mode="grouped(0)"))
+    assert run is not None and [plan.label for plan in run.plans] == ["grouped(2)"]
+
+
+def test_a_run_with_several_modes_keeps_them_all(tmp_path: Path) -> None:
+    later = (50, 9.0, Plan.partial(4, 3, plan_id=2))
+    run = read_run(_begun_late(tmp_path, (3, 1.5, _SERVED), later, mode="partial(3)"))
+    assert run is not None and [plan.label for plan in run.plans] == ["sync", "ps(3)", "partial(3)"]
+
+
+def test_runs_with_servers_become_rows(tmp_path: Path) -> None:
+    logged(tmp_path, "sync", Plan.sync(4), reached_s=200.0, mode="sync")
+    _begun_late(tmp_path, (40, 3.0, _SERVED), mode="ps(3)")
+    told: list[str] = []
+    frame = dataset.frame_of(real_rows(tmp_path, "1", report=told.append))
+    assert told == ["2 of 2 runs used"]
+    assert frame.groupby("plan")["log_relative"].first()["ps(3)"] == pytest.approx(math.log(0.5))
