@@ -144,7 +144,7 @@ def _window(event: Mapping[str, Any]) -> bool:
     if not all(isinstance(item, dict) and _is_rank(item.get("rank")) for item in slow or []):
         return False
     timed = event.get("time_s") is not None and event.get("step") is not None
-    parts = ("reduced_part", "pushed_part", "fixed_part")
+    parts = ("edge_part", "reduced_part", "pushed_part", "fixed_part")
     return timed and _numbers_at(event, "loss", "noise_scale", "comm_s", *parts)
 
 

@@ -28,16 +28,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from scheduler.cost.conditions import Conditions
+from scheduler.cost.conditions import Array, Conditions
 from scheduler.diagnosis.window_stats import MIN_REPORTS, queueing
-from scheduler.learning.features import rows, speed
-from scheduler.learning.simulated_rows import in_order
+from scheduler.learning.features import speed
+from scheduler.learning.simulated_rows import in_order, moment_rows
 from scheduler.mlflow_limits import limit_requests
 from scheduler.plan.plan import Plan, PlanError
+from scheduler.policy.candidates import candidates, same_plan
 from scheduler.records import RankStats, Window
 from scheduler.redact import redacted
 from scheduler.run_events import read_run_file
 from scheduler.target import Target
+from scheduler.transmission.behind_compute import EDGE
 
 __all__ = ["LoggedRun", "mlflow_rows", "read_run", "real_rows", "windows"]
 
@@ -256,8 +258,8 @@ def windows(run: LoggedRun) -> list[Window]:
         found.append(
             Window(
                 step=step, ranks=tuple(_rank_stats(run, step, event)), noise_scale=noise[-1] if noise else math.nan,
-                comm_bytes=int(sizes.get("parameter_bytes") or 0), reduced_part=_part(event, "reduced_part"),
-                pushed_part=_part(event, "pushed_part"),
+                comm_bytes=int(sizes.get("parameter_bytes") or 0), edge_part=_part(event, "edge_part", EDGE),
+                reduced_part=_part(event, "reduced_part"), pushed_part=_part(event, "pushed_part"),
             )
         )
     return found
@@ -299,10 +301,10 @@ def _comm_s(event: Mapping[str, Any]) -> tuple[float, ...]:
     return (float(value or 0.0),) * MIN_REPORTS if known else ()
 
 
-def _part(event: Mapping[str, Any], name: str) -> float:
-    """A fraction of the gradient bytes that a window notes; 1 where it is unknown."""
+def _part(event: Mapping[str, Any], name: str, unknown: float = 1.0) -> float:
+    """A fraction of the gradient bytes that a window notes; `unknown` in old logs."""
     value = event.get(name)
-    return float(value) if isinstance(value, (int, float)) and 0.0 < value <= 1.0 else 1.0
+    return float(value) if isinstance(value, (int, float)) and 0.0 < value <= 1.0 else unknown
 
 
 def real_rows(
@@ -486,12 +488,40 @@ def _job_rows(runs: Sequence[LoggedRun], project: str) -> list[list[Any]]:
             conditions = Conditions.from_window(window)
             if conditions is None:
                 continue
-            predictions = in_order(plans, conditions)
-            features = rows(plans, conditions, window, plans[0], predictions)
+            features, costs = _features(plans, conditions, window, _hosts(run))
             for index, plan in enumerate(plans):
                 meta = ["real", run.name, network, "real", -1, window.step, plan.label[:24], plan.mode, project]
-                found.append([*meta, *outcomes[index], speed(predictions[index]), *features[index]])
+                found.append([*meta, *outcomes[index], costs[index], *features[index]])
     return found
+
+
+def _hosts(run: LoggedRun) -> list[str] | None:
+    """Host of every rank, None if it is unknown; Horovod numbers the ranks host by host."""
+    names, counts = run.facts.get("hosts"), run.facts.get("ranks_per_host")
+    if not isinstance(names, list) or not isinstance(counts, list) or len(names) != len(counts):
+        return None
+    if not all(isinstance(count, int) and 0 < count <= len(run.reports) for count in counts):
+        return None
+    found = [str(name) for name, count in zip(names, counts, strict=True) for _ in range(count)]
+    return found if len(found) == len(run.reports) else None
+
+
+def _features(
+    plans: Sequence[Plan], conditions: Conditions, window: Window, hosts: Sequence[str] | None
+) -> tuple[Array, list[float]]:
+    """Feature rows of the logged plans, the first of which is active, and the cost model's relative times.
+
+    Some features depend on all candidates, so they are computed as a decision at this moment would: from all that it
+    would offer, not from those that happen to have been logged.
+    """
+    with np.errstate(invalid="ignore"):  # Links that were not measured have an infinite rate.
+        offered = candidates(conditions, plans[0], hosts=hosts)
+    more = [plan for plan in plans if not any(same_plan(plan, one) for one in offered)]
+    every = [*offered, *more]
+    found = moment_rows(offered, more, conditions, window, plans[0])
+    predictions = in_order(every, conditions)
+    chosen = [next(index for index, one in enumerate(every) if same_plan(plan, one)) for plan in plans]
+    return found[chosen], [speed(predictions[index]) for index in chosen]
 
 
 def _outcome(runs: Sequence[LoggedRun], sync_s: float) -> tuple[float, float]:

@@ -53,6 +53,7 @@ def window_values(
         "step": window.step,
         "mode": mode,
         "noise_scale": window.noise_scale,
+        "edge_part": window.edge_part,
         "reduced_part": window.reduced_part,
         "pushed_part": window.pushed_part,
         "fixed_part": window.fixed_part,

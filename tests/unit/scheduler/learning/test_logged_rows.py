@@ -11,10 +11,15 @@ import pytest
 from scheduler.cost.conditions import CYCLE_S, Conditions
 from scheduler.diagnosis.window_stats import MIN_REPORTS
 from scheduler.learning import dataset
+from scheduler.learning.features import FEATURES, rows
 from scheduler.learning.logged_rows import LoggedRun, read_run, real_rows, windows
+from scheduler.learning.simulated_rows import in_order
 from scheduler.plan.plan import Plan
-from scheduler.records import StepReport, StepTimes
+from scheduler.policy.candidates import candidates
+from scheduler.records import StepReport, StepTimes, Window
+from scheduler.transmission.behind_compute import EDGE
 from star_hvd.channel.messages.base import Arrive
+from star_hvd.run_log import window_values
 from tests.support.job_states import Job
 from tests.unit.scheduler.cli.test_main import logged
 
@@ -126,3 +131,37 @@ def test_runs_with_servers_become_rows(tmp_path: Path) -> None:
     frame = dataset.frame_of(real_rows(tmp_path, "1", report=told.append))
     assert told == ["2 of 2 runs used"]
     assert frame.groupby("plan")["log_relative"].first()["ps(3)"] == pytest.approx(math.log(0.5))
+
+
+# ---- features of the moment -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hosts", [{}, {"hosts": ["a", "b"], "ranks_per_host": [2, 2]}, {"hosts": ["a"]}])
+def test_features_of_all_candidates_are_those_of_a_live_decision(tmp_path: Path, hosts: dict[str, object]) -> None:
+    """A decision offers many more plans than were logged, whose number and least time are features."""
+    plan = Plan.partial(4, 3)
+    for name, own, reached_s in (("a", Plan.sync(4), 10.0), ("b", plan, 5.0), ("c", Plan.partial(4, 1), 8.0)):
+        logged(tmp_path, name, own, reached_s=reached_s, **hosts)  # type: ignore[arg-type]
+    frame = dataset.frame_of(real_rows(tmp_path, "1"))
+    run = read_run(tmp_path / "a")
+    assert run is not None and set(frame["plan"]) == {"sync", "partial(3)", "partial(1)"}
+    of_ranks = ["a", "a", "b", "b"] if "ranks_per_host" in hosts else None
+    for window in windows(run):
+        conditions, active = Conditions.from_window(window), run.plans[0]
+        assert conditions is not None
+        offered = candidates(conditions, active, hosts=of_ranks)
+        live = rows(offered, conditions, window, active, in_order(offered, conditions))
+        found = frame[frame["step"] == window.step].set_index("plan")
+        for label in ("sync", "partial(3)"):
+            index = [one.label for one in offered].index(label)
+            assert found.loc[label, list(FEATURES)].to_numpy(float) == pytest.approx(live[index])
+        # Too few ranks to be offered: a candidate of its own beside them.
+        assert found.loc["partial(1)", "offered"] == len(offered) + 1 > 6
+
+
+def test_the_share_of_the_last_bucket_is_logged(tmp_path: Path) -> None:
+    """Whether compute hides a push to servers depends on it."""
+    whole = window_values(Window(step=0, edge_part=1.0), mode="sync")
+    assert whole["edge_part"] == 1.0
+    assert windows(_logged(tmp_path / "a", (0.0,) * 4, edge_part=whole["edge_part"]))[-1].edge_part == 1.0
+    assert windows(_logged(tmp_path / "b", (0.0,) * 4))[-1].edge_part == EDGE, "old logs do not have it"
