@@ -176,6 +176,8 @@ class Applier:
         for bucket in self.buckets if buckets is None else buckets:
             for param in bucket.params:
                 raw = param.detach().contiguous().view(-1).view(torch.uint8)
+                if raw.storage_offset() % 4:  # A half-precision view may begin between words.
+                    raw = raw.clone()
                 whole = raw.numel() - raw.numel() % 4
                 sums.append((raw[:whole].view(torch.int32).sum(dtype=torch.int64), raw[whole:].sum()))
         self.streams.await_host()

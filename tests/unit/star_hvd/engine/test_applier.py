@@ -129,3 +129,16 @@ def test_replays_leave_parameters_alone_that_no_bucket_holds(base: Any, options:
     assert [len(group["params"]) for group in optimizer.param_groups] == [2, 3]
     shadow.take_over()
     assert all(torch.equal(param, twin) for param, twin in zip(held, twins[3:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_checksum_of_parameters_that_begin_anywhere_in_a_buffer(dtype: torch.dtype) -> None:
+    flat = torch.arange(8).to(dtype)
+    views = [torch.nn.Parameter(flat[:3]), torch.nn.Parameter(flat[3:])]
+    copies = [torch.nn.Parameter(view.detach().clone()) for view in views]
+    sums = []
+    for params in (views, copies):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        applier = Applier(optimizer, torch.optim.SGD, pack(params, 1 << 20), HyperRow(optimizer.param_groups))
+        sums.append(applier.checksum())
+    assert sums[0] == sums[1] != 0
