@@ -12,9 +12,10 @@ import difflib
 import functools
 import logging
 import os
+import re
 
-__all__ = ["KNOWN", "accuracy", "check_locks", "elastic", "encryption", "hierarchical", "host", "interface",
-           "least_quorum", "mode", "overlap", "policy", "tags", "target", "warn_misspelled"]
+__all__ = ["KNOWN", "accuracy", "async_completion", "check_locks", "elastic", "encryption", "hierarchical", "host",
+           "interface", "least_quorum", "mode", "overlap", "policy", "tags", "target", "warn_misspelled"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -59,6 +60,18 @@ def overlap() -> str | None:
 def hierarchical() -> bool:
     """`HOROVOD_HIERARCHICAL_ALLREDUCE` (`horovodrun --hierarchical-allreduce`): 1 sums inside each host first."""
     return os.environ.get("HOROVOD_HIERARCHICAL_ALLREDUCE", "").strip() == "1"
+
+
+def async_completion() -> str | None:
+    """Return which variable has Horovod report a reduction on a GPU as done before it is, None if none does.
+
+    `HOROVOD_ENABLE_ASYNC_COMPLETION`, or `HOROVOD_ENABLE_XLA_OPS`, which implies it; Horovod reads both by `strtol`.
+    """
+    for name in ("HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_ENABLE_XLA_OPS"):
+        number = re.match(r"\s*\+?(\d+)", os.environ.get(name, ""))
+        if number is not None and int(number[1]) > 0:
+            return name
+    return None
 
 
 def elastic() -> bool:

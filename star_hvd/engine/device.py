@@ -32,8 +32,9 @@ All hand-overs, by the name of their fence (T training thread and autograd's, H 
 No row is needed where the same thread gives and takes, where only host memory passes (the preparer's states, a
 parameter server's answers, everything behind `ps.Client`, headers), and for Horovod: a reduction starts after an event
 that Horovod records on the current stream of the submitting thread, and the collecting thread (`finish`) finds it
-complete or has its own current stream wait for it. The proxy thread of `grouped` submits its own buffers and leaves
-only counts behind.
+complete. With `HOROVOD_ENABLE_ASYNC_COMPLETION` it does not: Horovod has the device's default stream wait instead, so
+that a helper would read means too early, and only modes in which the training thread collects them are possible
+(`lockstep_only`). The proxy thread of `grouped` submits its own buffers and leaves only counts behind.
 """
 
 from __future__ import annotations

@@ -80,6 +80,8 @@ def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -
         return None
     if kinds != {"cuda"}:
         return f"parameters are on {sorted(kinds)}; relaxed modes support CPU and CUDA only, so this trains in sync"
+    if (name := env.async_completion()) is not None:
+        return f"with {name}, Horovod orders a reduction only before the program's own stream; training in sync"
     if any(isinstance(value, torch.Tensor) and value.is_cuda for group in groups for value in group.values()):
         return "a hyperparameter is a CUDA tensor, which other ranks cannot get in time; training in sync"
     return None

@@ -103,6 +103,17 @@ def test_devices_on_which_relaxed_modes_are_possible() -> None:
         assert "hyperparameter" in str(on("cuda", lr=torch.zeros((), device=CUDA0)))
 
 
+@pytest.mark.parametrize("name", ["HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_ENABLE_XLA_OPS"])
+def test_where_horovod_does_not_wait_for_the_device_helpers_are_not_used(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Horovod reads a variable by `strtol`, and it is on if that is positive."""
+    for value, counts in (("1", True), (" +2x", True), ("0", False), ("-1", False), ("true", False), ("", False)):
+        monkeypatch.setenv(name, value)
+        assert (on("cuda") is not None) == counts and on("cpu") is None
+        assert not counts or name in str(on("cuda"))
+
+
 class Heard:
     """Messages of a driver."""
 
