@@ -121,7 +121,7 @@ class SamplerOrder:
         """See `Order`."""
         items = self._evaluate(epoch) if saved is None else list(saved)
         try:
-            found = torch.tensor([operator.index(index) for index in items], dtype=torch.int64)
+            found = torch.tensor([operator.index(index) for index in items], dtype=torch.int64, device="cpu")
         except (TypeError, ValueError):  # Keys of another type, e.g. if the data set is a mapping.
             return EpochOrder(items, _digest(repr(items).encode()), saved=items)
         return EpochOrder(found, _digest(found.numpy().tobytes()), saved=found)
@@ -131,7 +131,8 @@ class SamplerOrder:
         return len(self._sampler) if isinstance(self._sampler, Sized) else None
 
     def _evaluate(self, epoch: int) -> list[Any]:
-        with _seeded(_seed_of(self.seed, epoch)), _own_seeded(self._sampler, epoch):
+        seed = _seed_of(self.seed, epoch)
+        with _seeded(seed), _own_seeded(self._sampler, epoch), torch.device(_device_of(self._sampler)):
             items = list(self._sampler)
         expected = self.expected()
         if expected is not None and expected != len(items):
@@ -169,6 +170,12 @@ def chain_of(sampler: Any) -> Iterator[Any]:
         sampler = getattr(sampler, "sampler", None) or getattr(sampler, "batch_sampler", None)
 
 
+def _device_of(sampler: Any) -> str:
+    """Return the device on which a sampler draws, whatever the program's default: that of a generator of its own."""
+    generators = (getattr(each, "generator", None) for each in chain_of(sampler))
+    return next((each.device.type for each in generators if isinstance(each, torch.Generator)), "cpu")
+
+
 @contextlib.contextmanager
 def _own_seeded(sampler: Any, epoch: int) -> Iterator[None]:
     """Seed the sampler's own generators from their initial seeds and the epoch inside the block, and restore them."""
@@ -188,8 +195,12 @@ def _seeded(seed: int) -> Iterator[None]:
     """Seed the global generators of torch, NumPy and Python inside the block, and restore them afterwards."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy is not None else None
-    with torch.random.fork_rng(devices=[]):
+    # A sampler may draw on a GPU, as a weighted one does if its weights are there.
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(seed)
+        if devices:
+            torch.cuda.manual_seed_all(seed)
         random.seed(seed)
         if numpy is not None:
             numpy.random.seed(seed % (1 << 32))

@@ -10,9 +10,10 @@ from typing import Any, cast
 import pytest
 import torch
 from horovod.torch.elastic import ElasticSampler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from star_hvd.input.sample_order import SamplerOrder
 from star_hvd.loader import shard
 from star_hvd.runtime.runtime import Runtime
 from tests.support.loaders import Numbers, World
@@ -158,3 +159,68 @@ def test_an_error_of_the_data_set_that_ends_the_epoch_is_warned_of(
     assert next(batches, None) is None
     warned = [text for text in caplog.messages if "a batch ended this epoch on rank 0, also if the program" in text]
     assert len(warned) == 1 and ": 8 samples go to other ranks" in warned[0]
+
+
+@pytest.fixture
+def default_elsewhere() -> Iterator[None]:
+    """The program's default device has no values, as a GPU's are not the host's."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+def test_a_sampler_draws_on_the_host_whatever_the_program_s_default_device(default_elsewhere: None) -> None:
+    sampler = SubsetRandomSampler(range(20))
+    order = SamplerOrder(sampler, 3).of(0)
+    assert sorted(order.indices(0, 20)) == list(range(20)) and order.digest == SamplerOrder(sampler, 3).of(0).digest
+    again = SamplerOrder(sampler, 3).of(0, saved=order.saved)
+    assert again.digest == order.digest and again.indices(0, 20) == order.indices(0, 20)
+
+
+def test_a_sampler_with_a_generator_of_its_own_draws_on_that_device(default_elsewhere: None) -> None:
+    drawn_on = []
+
+    class Drawing(SubsetRandomSampler):
+        """Notes where it draws."""
+
+        def __iter__(self) -> Iterator[int]:
+            drawn_on.append(torch.empty(1).device.type)
+            return iter(range(3))
+
+    class OfDevice(torch.Generator):
+        """Of another device than the host."""
+
+        device = torch.device("meta")
+
+    for generator in (None, torch.Generator("cpu"), OfDevice()):
+        SamplerOrder(Drawing(range(3), generator), 0).of(0)
+    assert drawn_on == ["cpu", "cpu", "meta"]
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_generators_of_gpus_are_seeded_for_a_sampler_and_restored(
+    initialized: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose weights are on a GPU draws there. A process that does not use its GPUs does not begin to."""
+    states = {0: 10, 1: 11}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", states.__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({device: state}))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: states.update(dict.fromkeys(states, seed)))
+    drawn = []
+
+    class Drawing(SubsetRandomSampler):
+        """Notes the states of the GPUs' generators."""
+
+        def __iter__(self) -> Iterator[int]:
+            drawn.append(tuple(states.values()))
+            return iter(range(3))
+
+    for epoch in (0, 0, 1):
+        SamplerOrder(Drawing(range(3)), 7).of(epoch)
+    assert states == {0: 10, 1: 11}
+    if initialized:
+        assert drawn[0] == drawn[1] != drawn[2] and drawn[0] != (10, 11)
+    else:
+        assert set(drawn) == {(10, 11)}
