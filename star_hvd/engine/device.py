@@ -156,6 +156,9 @@ class _Cuda:
             for device in devices:
                 if device not in made:  # Other ranks wait for this small work: higher priority than training kernels.
                     made[device] = torch.cuda.Stream(device, priority=-1)
+                # A new thread's device is GPU 0, which leaving the stream's context would set, so that every rank would
+                # have a CUDA context there. The device's context returns to it only if the process has one there.
+                stack.enter_context(torch.cuda.device(device))
                 stack.enter_context(torch.cuda.stream(made[device]))
             yield
 

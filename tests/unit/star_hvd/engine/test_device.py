@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,7 @@ from star_hvd.channel.messages import base as messages
 from star_hvd.config import Config
 from star_hvd.engine.applier import place_state
 from star_hvd.engine.buckets import Wire
-from star_hvd.engine.device import DONE, GRADIENT, Streams
+from star_hvd.engine.device import CUDA, DONE, GRADIENT, Streams
 from star_hvd.engine.records import Snapshot
 from star_hvd.modes import driver as driver_module
 from star_hvd.modes.driver import StepDriver
@@ -209,3 +210,38 @@ def test_streams_know_the_devices_of_buckets_that_come_later() -> None:
         some.extend(buckets)
         streams.renew()
         assert streams.devices == (CUDA0,)
+
+
+def test_a_thread_with_streams_of_its_own_uses_no_other_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rules of torch's C++ part: setting a device creates a CUDA context there, except by `maybe`."""
+    present, contexts = [0], set()
+
+    def exchange(index: int) -> int:
+        before, present[0] = present[0], index
+        contexts.add(index)
+        return before
+
+    def maybe(index: int) -> int:
+        return exchange(index) if index in contexts else present[0]
+
+    def stream_of(device: Any = None, priority: int = 0) -> Any:
+        return SimpleNamespace(device=torch.device("cuda", present[0]) if device is None else device)
+
+    monkeypatch.setattr(torch.cuda, "_exchange_device", exchange)
+    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", maybe)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: present[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: exchange(stream.device.index))
+    monkeypatch.setattr(torch.cuda, "Stream", stream_of)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    inside = []
+
+    def work() -> None:
+        for _ in range(2):
+            with CUDA.own_streams([torch.device("cuda:1")]):
+                inside.append(present[0])
+
+    thread = threading.Thread(target=work)  # Streams stay with their thread.
+    thread.start()
+    thread.join()
+    assert inside == [1, 1] and contexts == {1}
