@@ -323,6 +323,7 @@ class BucketCodec:
             return None
         self._order()
         padded = torch.cat([self._residual, self._residual.new_zeros(1)])
+        self._fence = self._streams.give_one(KEPT, self._bucket.flat)
         return [view.clone() for view in self._bucket.split(padded)]
 
     def load(self, residuals: list[torch.Tensor] | None) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from scheduler.plan.plan import Plan
 from scheduler.transmission.wire import HALF, LOW_RANK, NONE
+from star_hvd.compression.bucket_codec import BucketCodec
 from star_hvd.compression.lossy_wire import LossyWire
 from star_hvd.engine.buckets import Bucket, pack
 from star_hvd.engine.device import KEPT, Streams
@@ -95,3 +96,28 @@ def test_the_host_looks_at_the_device_once_for_all_buckets_of_a_step_and_never_w
         wire.decode(buckets[0], wire.encode(buckets[0], buckets[0].flat, weight=1.0), buckets[0].flat)
         device.finish()
         assert bool(torch.isfinite(buckets[0].flat.inner).all())  # type: ignore[attr-defined]
+
+
+def residual_of_a_checkpoint(device: FakeDevice) -> list[float]:
+    """What the training thread saves while the helper already encodes the next contribution."""
+    with device.on("T0"):
+        [bucket] = pack([torch.nn.Parameter(torch.zeros(SIDE, device=CUDA0))], 1 << 20)
+        codec = BucketCodec(bucket, Streams([bucket], device), 2)
+        bucket.flat.fill_(1.0 + 2.0**-13)
+        codec.encode(bucket.flat, HALF, given=True)
+        device.finish()
+        residuals = codec.residuals()
+    with device.on("H0"):
+        codec.encode(bucket.new_flat().fill_(3.0 + 2.0**-10), HALF, given=True)
+        device.finish(device.stream("H0"))
+    device.finish()
+    assert residuals is not None
+    saved: list[float] = residuals[0].inner.tolist()  # type: ignore[attr-defined]
+    return saved
+
+
+def test_a_residual_is_not_changed_while_a_checkpoint_copies_it() -> None:
+    with running() as device:
+        assert set(residual_of_a_checkpoint(device)) == {2.0**-13} and not device.faults
+    with running(KEPT) as device:
+        assert set(residual_of_a_checkpoint(device)) != {2.0**-13}
