@@ -23,7 +23,7 @@ All hand-overs, by the name of their fence (T training thread and autograd's, H 
 | `params`      | T       | H, S    | live parameters and optimizer state, to copy        | `Replica.writing`       |
 | `copied`      | H, S    | T       | the same, copied: they may be changed again         | `Replica.copying`       |
 | `shadow`      | H       | T, S    | parameters, state and gradients of the shadow       | `Replica.replay_one`    |
-| `shadow_read` | S       | H       | the same, copied: they may be changed again         | `Replica.snapshot`      |
+| `shadow_read` | S       | H, T    | the same, copied: they may be changed again         | `Replica.snapshot`      |
 | `transmit`    | T, H    | T, H, X | a bucket that is held back until its turn comes     | `OrderedCollective`     |
 | `submitted`   | T       | T, H    | parameters and state, to apply a bucket's mean to   | `Overlap.begin`         |
 | `applied`     | T, H    | T, H    | the same, with the mean applied                     | `Overlap.wait`          |

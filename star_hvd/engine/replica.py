@@ -361,6 +361,7 @@ class Replica:
         with self.writing():
             if self._streams.devices:
                 shadow.written.order(*shadow.applier.tensors())
+            shadow.read.order()  # The state's tensors become the live ones, which the next step changes in place.
             shadow.take_over()
         with self.lock:
             if self._shadow is shadow:

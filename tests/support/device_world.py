@@ -212,7 +212,7 @@ class DeviceWorld(World):
                 return None
             self.snapshots += 1
             sent = unpack_snapshot(*pack_snapshot(snapshot))
-        self.check_params(sent.params, sent.step, f"a snapshot of rank {engine.rank}")
+        self.check_snapshot(sent, engine.rank)
         return sent
 
     def _advance(self, rank: int) -> None:
@@ -254,7 +254,7 @@ class DeviceWorld(World):
                 return
             engine.streams.await_host()
             sent = unpack_snapshot(*pack_snapshot(copy))
-        self.check_params(sent.params, sent.step, f"a snapshot of rank {engine.rank}")
+        self.check_snapshot(sent, engine.rank)
 
     def _run_kernels(self) -> None:
         name = self.random.choice(list(self.hurry))
@@ -291,11 +291,30 @@ class DeviceWorld(World):
 
     def expected(self, version: int) -> float:
         """Return a parameter's value after `version` steps with a mean of 1."""
-        value = velocity = 0.0
+        return -LR * sum(self.expected_momentum(step) for step in range(1, version + 1))
+
+    def expected_momentum(self, version: int) -> float:
+        """Return a parameter's momentum after `version` steps with a mean of 1."""
+        velocity = 0.0
         for _ in range(version):
             velocity = MOMENTUM * velocity + 1.0
-            value -= LR * velocity
-        return value
+        return velocity
+
+    def check_snapshot(self, sent: Snapshot, rank: int) -> None:
+        """Check that parameters and optimizer state that a rank's tensor server sends are those of their step.
+
+        Raises:
+            Poisoned: They are not.
+        """
+        where = f"a snapshot of rank {rank}"
+        self.check_params(sent.params, sent.step, where)
+        tensors = [value for state in sent.state for value in state.values() if isinstance(value, torch.Tensor)]
+        for value in tensors:
+            bad = not bool(torch.isfinite(value).all())
+            if self._optimizer == "sgd":
+                bad = bad or bool((value != self.expected_momentum(sent.step)).any())
+            if bad:
+                raise Poisoned(f"{where}, state at step {sent.step}: {value.tolist()}")
 
     def check_params(self, params: Sequence[torch.Tensor], version: int, where: str) -> None:
         """Check that parameters in host memory are those of step `version`.

@@ -162,6 +162,47 @@ def test_a_bucket_is_not_overwritten_while_the_helper_copies_it() -> None:
         assert math.isnan(kept_while_the_next_pass_begins(device))
 
 
+def served_while_the_shadow_is_taken_over(device: FakeDevice) -> list[float]:
+    """Momentum that a tensor server sends of step 1, if the training thread makes step 2 before the copy has run."""
+    world = relaxed_pair(device, Plan.partial(2, 1, plan_id=1))
+    late, other = world.engines
+    with device.on("T1"):
+        for bucket in world.backward(other):
+            world.give(other, bucket)
+        device.finish(device.stream("T1"))
+        assert other.flush_deferred() and other.arrive()
+    late.close(0)
+    with device.on("H0"):
+        late.helper_tick()
+        device.finish()
+        for name in world.network.ready():
+            world.network.end(name)
+        while late.helper_tick():  # It replays the step on a shadow.
+            device.finish()
+    with device.on("S0"):
+        snapshot = late.replica.queue_snapshot(1, state_too=True)
+    with device.on("T0"):
+        late.catch_up(late.next_step)
+        assert late.step == 1
+        for bucket in late.applier.buckets:
+            bucket.flat[:-1].fill_(1.0)
+            bucket.show_all()
+        with late.replica.writing():
+            late.applier.step(None)
+    device.finish(device.stream("T0"))
+    device.finish()
+    assert snapshot is not None and snapshot.step == 1
+    buffers = cast(list[Any], [state["momentum_buffer"] for state in snapshot.state])
+    return [float(value) for buffer in buffers for value in buffer.inner]
+
+
+def test_a_shadow_is_not_changed_while_the_server_copies_it_although_it_is_taken_over() -> None:
+    with running() as device:
+        assert set(served_while_the_shadow_is_taken_over(device)) == {1.0} and not device.faults
+    with running(SHADOW_READ) as device:
+        assert set(served_while_the_shadow_is_taken_over(device)) != {1.0}
+
+
 class HostClient:
     """Servers that answer at once; they read what is pushed in host memory, as the real client does."""
 
@@ -415,6 +456,9 @@ class LocalWorld(DeviceWorld):
                 raise Poisoned(f"{where}: {params}")
         else:
             super().check_params(params, version, where)
+
+    def check_snapshot(self, sent: Snapshot, rank: int) -> None:
+        self.check_params(sent.params, sent.step, f"a snapshot of rank {rank}")
 
     def expected(self, version: int) -> float:
         return super().expected(2 * version)  # Steps that are averagings.
