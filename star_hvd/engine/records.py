@@ -160,3 +160,11 @@ class Snapshot:
     step: int
     params: list[torch.Tensor]
     state: list[dict[str, object]]
+
+    def on_host(self) -> Snapshot:
+        """Return it in host memory; on a GPU, copied on the calling thread's current streams, for which this waits."""
+        return Snapshot(
+            self.step,
+            [param.cpu() for param in self.params],
+            [{k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()} for state in self.state],
+        )

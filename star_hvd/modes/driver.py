@@ -467,14 +467,16 @@ class StepDriver:
             return self.engine.keep_late(flats, version, taken_over=True, weights=weights)
 
     def snapshot(self, min_step: int, *, state_too: bool) -> Snapshot | None:
-        """Return the state for another rank that asks, None if there is none of `min_step` or later here now.
+        """Return the state for another rank that asks, on the host; None if there is none since `min_step` here now.
 
         Called in the tensor server's thread.
         """
         if self.engine.inactive and not state_too:
             min_step = 0  # A child continues with this state: nothing newer comes while no rank trains.
         with self.engine.streams.own():
-            return self.engine.replica.snapshot(min_step, state_too=state_too)
+            snapshot = self.engine.replica.snapshot(min_step, state_too=state_too)
+            # Here, where the device is done with it: outside, a copy would queue behind the training thread's kernels.
+            return None if snapshot is None else snapshot.on_host()
 
     @property
     def state_is_elsewhere(self) -> bool:

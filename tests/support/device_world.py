@@ -211,7 +211,8 @@ class DeviceWorld(World):
             if snapshot is None:
                 return None
             self.snapshots += 1
-            sent = unpack_snapshot(*pack_snapshot(snapshot))
+            on_host = snapshot.on_host()
+        sent = unpack_snapshot(*pack_snapshot(on_host))
         self.check_snapshot(sent, engine.rank)
         return sent
 
@@ -253,7 +254,8 @@ class DeviceWorld(World):
                     self.snapshots += 1
                 return
             engine.streams.await_host()
-            sent = unpack_snapshot(*pack_snapshot(copy))
+            on_host = copy.on_host()
+        sent = unpack_snapshot(*pack_snapshot(on_host))
         self.check_snapshot(sent, engine.rank)
 
     def _run_kernels(self) -> None:

@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scheduler.plan.plan import Plan
+from star_hvd.channel.state_transfer import pack_snapshot, unpack_snapshot
 from star_hvd.config import Config
 from star_hvd.engine import step_engine
 from star_hvd.engine.device import BUCKET, COPIED, GRADIENT, HOST, KEPT, MEANS, NORM, PARAMS, SHADOW, SHADOW_READ
@@ -27,7 +28,7 @@ from star_hvd.modes.subgroup_child import ChildSteps
 from star_hvd.ps.worker.exchange import Reply
 from tests.support.device_world import LR, SIZE, WEIGHT, DeviceWorld, Poisoned, running
 from tests.support.effort import cases
-from tests.support.fake_device import FakeDevice
+from tests.support.fake_device import CUDA0, FakeDevice
 from tests.support.world import Port, collected
 
 
@@ -201,6 +202,22 @@ def test_a_shadow_is_not_changed_while_the_server_copies_it_although_it_is_taken
         assert set(served_while_the_shadow_is_taken_over(device)) == {1.0} and not device.faults
     with running(SHADOW_READ) as device:
         assert set(served_while_the_shadow_is_taken_over(device)) != {1.0}
+
+
+def test_a_server_s_answer_does_not_wait_for_the_training_thread_s_kernels() -> None:
+    """Every thread's current stream is the program's, unless it takes another."""
+    with running() as device:
+        world = relaxed_pair(device, Plan.partial(2, 1, plan_id=1))
+        made = StepDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
+        made.engine = world.engines[0]
+        device.finish()
+        kernel = torch.zeros(SIZE, device=CUDA0)
+        snapshot = made.snapshot(0, state_too=True)
+        assert snapshot is not None
+        sent = unpack_snapshot(*pack_snapshot(snapshot))
+        assert device.current.queue and not device.faults, "the server waited for the kernel"
+        world.check_snapshot(sent, 0)
+        del kernel
 
 
 class HostClient:
