@@ -158,8 +158,10 @@ class Agreement:
         flagged = step.flagged
         assert flagged is not None and flagged.plan_id - self.plan.plan_id == delta
         self.plan = flagged
-        if flagged.family != "all_ranks":
-            self.mixed = True  # From now on ranks are at different steps, and no more headers are read here.
+        if flagged.family != "all_ranks" or flagged.mode == "local":
+            # From now on ranks are at different steps, and no more headers are read here; in `local` only those of
+            # averagings, the first of which waits for ranks that may be in a collective of the program by then.
+            self.mixed = True
         if self.prepared is not None and self.prepared.plan_id <= flagged.plan_id:
             self.prepared = None
         self._checksum_round = step.number + 1
