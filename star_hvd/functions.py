@@ -233,6 +233,7 @@ def _broadcasting(function: Callable[P, R], *, state: bool) -> Callable[P, R]:
         finally:
             for driver in drivers:
                 driver.broadcasts = driver.loads_state = False
+                driver.forget_writes()  # All ranks have this now, as they have a step's result.
 
     return wrapper
 

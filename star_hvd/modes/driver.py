@@ -82,6 +82,7 @@ class StepDriver:
         begun: Returns the parameters whose gradients the user is accumulating over several backward passes.
         mid_step: Returns whether the user is between backward and the end of `step()`, where nothing may be changed.
         forget_parts: Discards the gradients of micro-batches whose step the loop has abandoned.
+        forget_writes: Called after a broadcast: what it wrote to the parameters is not the program's own change.
         has_parts: Returns whether gradients of micro-batches are accumulated for a step that was not made.
         whole_only: Returns why a batch cannot be repeated in parts, empty if it can.
         hold_gradients: Prepares for the repetition; returns the parameters that keep the batch's gradient.
@@ -118,6 +119,7 @@ class StepDriver:
         self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
         self.mid_step: Callable[[], bool] = lambda: False
         self.forget_parts: Callable[[], None] = lambda: None
+        self.forget_writes: Callable[[], None] = lambda: None
         self.has_parts: Callable[[], bool] = lambda: False
         self.whole_only: Callable[[], str] = lambda: ""
         self.hold_gradients: Callable[[], frozenset[torch.nn.Parameter]] = frozenset

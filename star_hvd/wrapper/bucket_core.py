@@ -247,9 +247,13 @@ class BucketCore:
         driver.gates = ForwardGates(lambda index: None)  # The code that closes a gate sets `wait`.
         driver.begun = self._begun
         driver.mid_step = self._mid_step
-        driver.forget_parts = self._accumulation.clear
+        driver.forget_parts, driver.forget_writes = self._accumulation.clear, self._forget_writes
         driver.has_parts = lambda: self._accumulation.count > 0
         driver.whole_only, driver.hold_gradients = self._whole_only, self._hold_gradients
+
+    def _forget_writes(self) -> None:
+        if self._writes:
+            self._writes.discard()
 
     def _mid_step(self) -> bool:
         return self._applying or bool(self._given) or bool(self._outcome) or bool(self._accumulation.count)
@@ -704,8 +708,7 @@ class BucketCore:
 
     def add_params(self, params: Sequence[torch.nn.Parameter]) -> None:
         """Add the parameters of a new group, inside `adding`."""
-        if self._writes:
-            self._writes.parameters_added()
+        self._forget_writes()
         self._add([param for param in params if param.requires_grad and param not in self._where])
         self._loose = self._outside_buckets()
         if self._attached is None:

@@ -2,10 +2,13 @@
 
 In `sync` every rank does so alike. But a rank that is late cannot repeat the change, and servers do not know of it, so
 replicas would differ, or the change be lost, silently.
+
+Other weights that the program puts in for an evaluation, and takes out again before the next batch, are no change.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 
 import torch
@@ -16,6 +19,8 @@ from star_hvd.engine.buckets import Bucket
 __all__ = ["ProgramWrites"]
 
 _COMPARED_STEPS = 4  # In these, memory is compared; later, tensor versions, which `param.data` does not raise.
+# Behind a change, for as many steps as would make another one a habit, memory is compared again: a version does not
+# tell a change from weights that were exchanged and put back.
 _OFTEN_STEPS = 64  # Loading a state during training is one change; two changes within this many steps are a habit.
 
 
@@ -30,7 +35,8 @@ class ProgramWrites:
     def __init__(self, applier: Applier) -> None:
         self._applier = applier
         self._steps = 0
-        # The parameters as the last step left them: number of writes, then versions and checksum of every bucket.
+        # The parameters as the last step left them: number of writes, then versions and checksum of every bucket. Where
+        # there is a checksum, it alone decides.
         self._left: tuple[int, list[tuple[list[int], int | None]]] | None = None
         self._applied: dict[int, tuple[list[int], int | None]] = {}  # Likewise, of a step that is not over yet.
         self._changed_in: int | None = None
@@ -54,8 +60,8 @@ class ProgramWrites:
         for bucket in buckets:
             self._applied[bucket.index] = self._contents(bucket, self._steps + 1)
 
-    def parameters_added(self) -> None:
-        """Discard the record, which is no longer comparable."""
+    def discard(self) -> None:
+        """Discard the record: parameters were added, or all ranks have received others."""
         self._left, self._applied = None, {}
 
     def found(self, writes: int) -> bool:
@@ -69,7 +75,7 @@ class ProgramWrites:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             if all(
-                versions == _versions(bucket) and (memory is None or memory == self._applier.checksum([bucket]))
+                versions == _versions(bucket) if memory is None else memory == _checksum(bucket)
                 for bucket, (versions, memory) in zip(self._applier.buckets, left[1], strict=True)
             ):
                 return False
@@ -78,11 +84,23 @@ class ProgramWrites:
         return self._steps <= _COMPARED_STEPS or (before is not None and self._steps - before <= _OFTEN_STEPS)
 
     def _contents(self, bucket: Bucket, step: int) -> tuple[list[int], int | None]:
-        compared = step <= _COMPARED_STEPS and not self._applier.streams.devices
+        soon = self._changed_in is not None and step - self._changed_in <= _OFTEN_STEPS
+        compared = (soon or step <= _COMPARED_STEPS) and not self._applier.streams.devices
         # Through the base class, to read it without waiting for a parameter behind a gate.
         with torch._C.DisableTorchFunctionSubclass():
-            return _versions(bucket), self._applier.checksum([bucket]) if compared else None
+            return _versions(bucket), _checksum(bucket) if compared else None
 
 
 def _versions(bucket: Bucket) -> list[int]:
     return [param._version for param in bucket.params]
+
+
+def _checksum(bucket: Bucket) -> int:
+    """Return a checksum of a bucket's parameters, which are in host memory.
+
+    Not `Applier.checksum`: a sum does not change if values change places or signs, and takes longer.
+    """
+    value = 0
+    for param in bucket.params:
+        value = zlib.crc32(param.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data, value)
+    return value

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import _thread
+import collections
+import contextlib
 import inspect
 import logging
 import pickle
@@ -153,3 +155,21 @@ def test_a_module_that_is_loaded_again_wraps_horovods_functions() -> None:
     script += "print([n for n in functions.__all__ if hasattr(getattr(hvd, n).__wrapped__, '__wrapped__')])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_a_broadcast_writes_is_not_the_programs_own_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+    driver = types.SimpleNamespace(
+        dropped=False,
+        finish_step=lambda: did.append("finish"),
+        loaded=types.SimpleNamespace(keep=lambda: None, put_back=lambda: did.append("put back")),
+        timer=types.SimpleNamespace(add_outside=lambda seconds: None),
+        forget_writes=lambda: did.append("forget"),
+    )
+    run = types.SimpleNamespace(
+        trains=True, mixed=False, drivers={0: driver}, user_calls=collections.Counter(), finish_steps=lambda: None,
+        in_training_thread=lambda: True, joined=types.SimpleNamespace(during=lambda what: contextlib.nullcontext()),
+    )  # fmt: skip
+    monkeypatch.setattr(runtime, "current", lambda: run)
+    star_hvd.broadcast_parameters({}, root_rank=0)
+    assert did == ["finish", "put back", "forget"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -54,12 +56,46 @@ def test_a_change_before_the_rest_of_the_step_is_applied_is_found(seen: bool, ch
     assert writes.found(7) is changed
 
 
+@pytest.mark.parametrize("steps", [1, 10])
+def test_weights_that_were_put_in_for_an_evaluation_and_taken_out_again_are_no_change(steps: int) -> None:
+    param, writes = made()
+    trained(param, writes, steps)
+    found = []
+    for number in range(3):
+        writes.step_ended(7)
+        kept = param.detach().clone()
+        with torch.no_grad():
+            param.fill_(5.0)
+            param.copy_(kept)
+        found.append(writes.found(7))
+        trained(param, writes, 1 + number)
+    assert found == [False] * 3
+
+
+@pytest.mark.parametrize(
+    "change", [torch.neg, lambda values: values * 0.5, lambda values: values.flip(0)], ids=["signs", "halved", "order"]
+)
+@pytest.mark.parametrize("steps", [1, 10])
+def test_a_change_that_leaves_the_sum_of_bits_is_found(steps: int, change: Callable[..., torch.Tensor]) -> None:
+    param, writes = made()
+    with torch.no_grad():
+        param.copy_(torch.linspace(-1.0, 1.0, 8))
+    trained(param, writes, steps)
+    found = []
+    for _ in range(2):
+        writes.step_ended(7)
+        with torch.no_grad():
+            param.copy_(change(param))
+        found.append(writes.found(7))
+    assert found[-1]
+
+
 def test_parameters_that_were_added_are_no_change() -> None:
     param, writes = made()
     writes.step_ended(0)
     with torch.no_grad():
         param.mul_(0.5)
-    writes.parameters_added()
+    writes.discard()
     assert not writes.found(0)
 
 
