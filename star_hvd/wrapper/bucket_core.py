@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from scheduler.plan.mode_names import parse_again
 from scheduler.records import Plan, PlanError
@@ -545,7 +546,9 @@ class BucketCore:
             self._reset()
             self._outcome = "in mode"
             return
-        arrived = self.driver.arrive(manual=manual or not can_replay)
+        # What hooks in front of the step do to the mean, a helper that replays it does not.
+        by_hand = manual or not can_replay or _has_hooks(self.optimizer, "_optimizer_step_pre_hooks")
+        arrived = self.driver.arrive(manual=by_hand)
         relaxed = self.driver.engine.plan.relaxed  # Of this step; the next one's once it is completed.
         if arrived and self._may_overlap(whole):
             self._reset()
@@ -605,19 +608,21 @@ class BucketCore:
         engine, value = self.driver.engine, None
         if outcome == "member" and result is not None:
             step = (lambda row: None) if skip else None
-            with self._step_under_way():
+            with self._step_under_way(), self._recorded_before_post_hooks():
                 value = engine.apply_own(result, step)
             self.driver.end_of_step(was_late=False)
         elif outcome == "overlapped":
             assert self._overlap is not None
             self._overlap.begin()
         elif outcome == "in mode":
-            self._each_dense(Bucket.adopt)  # The program may have replaced gradients since `synchronize`.
             with _hooks_around(self.optimizer, self._step_under_way()):
+                self._each_dense(Bucket.adopt)  # The program or its hooks may have replaced gradients.
                 value = self.driver.step_in_mode(skip=skip)
         elif outcome == "late":
             with _hooks_around(self.optimizer):
                 self.driver.end_of_step(was_late=True)
+                if _has_hooks(self.optimizer, "_optimizer_step_post_hooks") and (writes := self._watched()) is not None:
+                    writes.applied(self.buckets)
         else:  # step() inside skip_synchronize() without a synchronize(): a purely local step, as in Horovod.
             with self._step_under_way(), engine.replica.writing():
                 value = engine.applier.step(None, clip=False)
@@ -642,6 +647,27 @@ class BucketCore:
         writes = self._watched()
         if writes is not None:
             writes.step_ended(self.driver.engine.replica.writes)
+        else:
+            self._forget_writes()
+
+    @contextmanager
+    def _recorded_before_post_hooks(self) -> Iterator[None]:
+        """Record the parameters between the step inside the block and the user's post-hooks, which may change them.
+
+        A late rank could not repeat such a change, nor do servers know of it: it is the program's own.
+        """
+        writes = self._watched()
+        if writes is None or not _has_hooks(self.optimizer, "_optimizer_step_post_hooks"):
+            yield
+            return
+        first = torch.optim.Optimizer.register_step_post_hook(
+            self.optimizer, lambda *_: writes.applied(self.buckets)
+        )
+        self.optimizer.__dict__["_optimizer_step_post_hooks"].move_to_end(first.id, last=False)
+        try:
+            yield
+        finally:
+            first.remove()
 
     def _watched(self) -> ProgramWrites | None:
         """Return what watches for the program's own writes to parameters, None if no relaxed mode is possible."""
@@ -744,6 +770,12 @@ class BucketCore:
 
 def _trainable(groups: Sequence[dict[str, Any]]) -> list[torch.nn.Parameter]:
     return [param for group in groups for param in group["params"] if param.requires_grad]
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer, kind: str) -> bool:
+    """Whether an optimizer has step hooks, of its own or of all optimizers."""
+    of_all = _global_optimizer_pre_hooks if "_pre_" in kind else _global_optimizer_post_hooks
+    return bool(of_all or optimizer.__dict__.get(kind))
 
 
 @contextmanager

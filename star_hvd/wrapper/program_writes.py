@@ -22,6 +22,7 @@ _COMPARED_STEPS = 4  # In these, memory is compared; later, tensor versions, whi
 # Behind a change, for as many steps as would make another one a habit, memory is compared again: a version does not
 # tell a change from weights that were exchanged and put back.
 _OFTEN_STEPS = 64  # Loading a state during training is one change; two changes within this many steps are a habit.
+_IN_A_ROW = 3  # So many steps with a write each are a habit even if no value changes yet, as with a bound not reached.
 
 
 class ProgramWrites:
@@ -40,6 +41,7 @@ class ProgramWrites:
         self._left: tuple[int, list[tuple[list[int], int | None]]] | None = None
         self._applied: dict[int, tuple[list[int], int | None]] = {}  # Likewise, of a step that is not over yet.
         self._changed_in: int | None = None
+        self._in_a_row = 0  # Number of latest steps behind each of which the program wrote, whatever it wrote.
 
     def step_ended(self, writes: int) -> None:
         """Record the parameters after a step has ended, or its mean was handed to the program.
@@ -53,7 +55,9 @@ class ProgramWrites:
         self._applied = {}
 
     def applied(self, buckets: Iterable[Bucket]) -> None:
-        """Record buckets to which a step is applied before others, as the program may change them before it ends.
+        """Record buckets before a step ends, as the program may change them by then.
+
+        It may if they are applied before others, and in step hooks.
 
         Called in the thread that applies them, under a lock that `step_ended` is then called under, too.
         """
@@ -62,7 +66,7 @@ class ProgramWrites:
 
     def discard(self) -> None:
         """Discard the record: parameters were added, or all ranks have received others."""
-        self._left, self._applied = None, {}
+        self._left, self._applied, self._in_a_row = None, {}, 0
 
     def found(self, writes: int) -> bool:
         """Whether the program changes parameters repeatedly, or did in the first steps; called when gradients arrive.
@@ -74,14 +78,18 @@ class ProgramWrites:
         if left is None or left[0] != writes:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            if all(
+            pairs = zip(self._applier.buckets, left[1], strict=True)
+            written = any(versions != _versions(bucket) for bucket, (versions, _) in pairs)
+            self._in_a_row = self._in_a_row + 1 if written else 0
+            if self._in_a_row < _IN_A_ROW and all(
                 versions == _versions(bucket) if memory is None else memory == _checksum(bucket)
                 for bucket, (versions, memory) in zip(self._applier.buckets, left[1], strict=True)
             ):
                 return False
         self._left = None
         before, self._changed_in = self._changed_in, self._steps
-        return self._steps <= _COMPARED_STEPS or (before is not None and self._steps - before <= _OFTEN_STEPS)
+        first = self._steps <= _COMPARED_STEPS or self._in_a_row >= _IN_A_ROW
+        return first or (before is not None and self._steps - before <= _OFTEN_STEPS)
 
     def _contents(self, bucket: Bucket, step: int) -> tuple[list[int], int | None]:
         soon = self._changed_in is not None and step - self._changed_in <= _OFTEN_STEPS

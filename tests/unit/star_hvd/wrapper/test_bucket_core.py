@@ -319,3 +319,70 @@ def test_an_optimizer_with_state_in_its_groups_is_pinned(
     rank.core.synchronize(manual=False)
     rank.apply()
     assert len(reasons) == pinned and all("Counting" in text and "'step'" in text for text in reasons)
+
+
+# ---- step hooks that change gradients or parameters ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_steps_with_hooks_in_front_are_not_replayed_by_helpers(monkeypatch: pytest.MonkeyPatch, hooked: bool) -> None:
+    """A helper applies the mean as it is; a rank that is late gets the state instead."""
+    rank = Stepping(monkeypatch)
+    arrived: list[bool] = []
+    monkeypatch.setattr(rank.driver, "arrive", lambda *, manual: arrived.append(manual) or True)
+    if hooked:
+        rank.inner.register_step_pre_hook(lambda *_: None)
+    rank.backward()
+    rank.core.synchronize(manual=False)
+    assert arrived == [hooked]
+
+
+def test_a_gradient_that_a_hook_replaces_is_the_one_that_a_mode_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Stepping(monkeypatch)
+    rank.driver.switcher.active_mode = SimpleNamespace(give=lambda bucket: None)  # type: ignore[misc, assignment]
+    pushed: list[torch.Tensor] = []
+
+    def halve(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad = param.grad * 0.5
+
+    rank.inner.register_step_pre_hook(halve)
+    monkeypatch.setattr(
+        rank.driver, "step_in_mode", lambda *, skip: pushed.extend(b.flat[:-1].clone() for b in rank.core.buckets)
+    )
+    rank.backward()
+    rank.core.synchronize(manual=False)
+    rank.apply()
+    assert pushed and all(bool((values == 0.5).all()) for values in pushed)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("what", ["clamps", "looks", "none"])
+def test_a_hook_that_changes_parameters_behind_the_step_is_the_programs_own_change(
+    monkeypatch: pytest.MonkeyPatch, what: str, late: bool
+) -> None:
+    rank = Stepping(monkeypatch)
+    reasons: list[str] = []
+    monkeypatch.setattr(rank.driver, "pin", reasons.append)
+    monkeypatch.setattr(rank.driver, "arrive", lambda *, manual: not late)
+
+    def clamp(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for param in optimizer.param_groups[0]["params"]:
+            param.data.clamp_(-0.01, 0.01) if what == "clamps" else param.sum()
+
+    def caught_up(*, was_late: bool) -> None:
+        with rank.engine.replica.writing(), torch.no_grad():
+            for param in rank.inner.param_groups[0]["params"]:
+                param.sub_(0.1)
+
+    if late:
+        monkeypatch.setattr(rank.driver, "end_of_step", caught_up)
+    if what != "none":
+        rank.inner.register_step_post_hook(clamp)
+    for _ in range(2):
+        rank.backward()
+        rank.core.synchronize(manual=False)
+        rank.apply()
+    assert [("changes parameters" in reason) for reason in reasons] == [True] * (what == "clamps")
+    hooks = rank.inner.__dict__["_optimizer_step_post_hooks"]
+    assert len(hooks) == (what != "none"), "only the program's own stay"

@@ -90,6 +90,21 @@ def test_a_change_that_leaves_the_sum_of_bits_is_found(steps: int, change: Calla
     assert found[-1]
 
 
+@pytest.mark.parametrize("steps", [0, 10])
+def test_a_bound_that_is_not_reached_yet_is_found(steps: int) -> None:
+    param, writes = made()
+    trained(param, writes, steps)
+    found = []
+    for number in range(4):
+        writes.step_ended(number)
+        with torch.no_grad():
+            param.clamp_(-10.0, 10.0)
+        found.append(writes.found(number))
+        if found[-1]:
+            break
+    assert found == [False, False, True]
+
+
 def test_parameters_that_were_added_are_no_change() -> None:
     param, writes = made()
     writes.step_ended(0)
