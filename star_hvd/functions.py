@@ -31,6 +31,7 @@ from star_hvd.channel.messages.joins import ProgramCollective
 from star_hvd.engine.collective import tune_horovod
 from star_hvd.input.joined import described
 from star_hvd.modes.driver import StepDriver
+from star_hvd.run_log.facts import note_initial_state
 from star_hvd.runtime import runtime
 from star_hvd.runtime.host_sets import make_host_sets
 from star_hvd.runtime.process_sets import prepare_init
@@ -281,7 +282,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     before = [(param, param.detach().clone()) for param in params]
+    initial = not vars(optimizer).get("state") and mpi_ops.rank() == root_rank
     horovod_functions.broadcast_optimizer_state(optimizer, root_rank, model)
+    if initial:
+        note_initial_state(optimizer)
     with torch.no_grad():
         for param, value in before:
             param.copy_(value)

@@ -3,7 +3,8 @@
 A single run has no information on other modes. If the same job (equal program, sizes, optimizer with its
 hyperparameters, batch, target, tags, machine and placement) was run in `sync` and in other modes to the target, moments
 of the `sync` runs get the times of the others as labels. Runs in mode `auto`, without a target, or without a `sync` run
-of the same job are skipped and reported with the reason.
+of the same job are skipped and reported with the reason, as are runs that continue an earlier training (after an
+elastic reset, or from a checkpoint), whose times are those of its rest.
 
 A run that did not reach the target counts as a miss only if it finished, after at least the time that `sync` needed: a
 crash says nothing about a mode. The label of its relative time is the time that it was given, a lower bound, because
@@ -170,6 +171,8 @@ def _read(folder: Path) -> LoggedRun:
                 noise.append((readings[-1][0], float(event["noise_scale"])))
         elif kind == "end" and event.get("status") == "FINISHED":
             end_s = float(event.get("time_s") or 0.0)
+    if facts.get("continues"):
+        raise _UnusableRun("it continues an earlier training")
     target = _target(facts)
     if not plans:
         raise _UnusableRun("it has no plan")

@@ -450,6 +450,8 @@ class StepDriver:
 
         Gradients of the former parameters that wait for a step are dropped.
         """
+        if self.reporter.log is not None:
+            self.reporter.log.state_loaded()
         self.engine.replica.set_aside(state_loaded=True)
         self.engine.drop_pending()
         active = self.active_mode

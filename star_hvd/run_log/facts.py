@@ -1,4 +1,8 @@
-"""Parameters and environment of a job, as known to one process."""
+"""Parameters and environment of a job, as known to one process.
+
+Also whether its optimizer has state from an earlier training: a time to the target that only continues one says nothing
+about a mode (`scheduler/learning/logged_rows.py`).
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,11 @@ import psutil
 
 from scheduler.redact import redacted
 
-__all__ = ["environment", "optimizer_facts"]
+__all__ = ["environment", "has_trained_state", "note_initial_state", "optimizer_facts"]
 
 _PACKAGES = ("torch", "horovod", "star-hvd", "numpy", "mlflow")
+
+_MARK = "_star_initial_state"  # In the optimizer's `__dict__`, which it shares with the object that wraps it.
 
 
 def environment(hosts: Sequence[str] = ()) -> dict[str, Any]:
@@ -60,6 +66,38 @@ def optimizer_facts(optimizer: Any, bucket_bytes: Iterable[int] = ()) -> dict[st
         "buckets": len(buckets),
         "bucket_bytes": max(buckets, default=0),
     }
+
+
+def note_initial_state(optimizer: Any) -> None:
+    """Note that the present state is from no training step, but from the one on zero gradients that Horovod makes.
+
+    Under weight decay this step makes momentum that looks like that of a training.
+    """
+    state = vars(optimizer).get("state")
+    if state:
+        # A loaded state has other entries, so it is not taken for this one.
+        vars(optimizer)[_MARK] = next(iter(state.values()))
+
+
+def has_trained_state(optimizer: Any) -> bool:
+    """Whether the optimizer has state from training steps: a tensor of different numbers, momentum for example.
+
+    Initial states are constant, zero in most optimizers. Without state (SGD without momentum) it is unknown: False.
+    """
+    state = vars(optimizer).get("state")
+    # Forgotten here: after steps the same entries have the state of a training.
+    initial = vars(optimizer).pop(_MARK, None)
+    if not state or next(iter(state.values())) is initial:
+        return False
+    return any(_varies(value) for entry in state.values() if isinstance(entry, dict) for value in entry.values())
+
+
+def _varies(value: Any) -> bool:
+    import torch  # Not above: readers of logs have no torch.
+
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.numel() < 2:
+        return False
+    return bool((value != value.reshape(-1)[0]).any())
 
 
 def _commit_here() -> str:

@@ -22,7 +22,7 @@ from star_hvd import env
 from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.coordinator.optimizer_state import OptimizerState
 from star_hvd.run_log import RunLog, enabled, run_directory, window_values
-from star_hvd.run_log.facts import environment, optimizer_facts
+from star_hvd.run_log.facts import environment, has_trained_state, optimizer_facts
 from star_hvd.telemetry.resources import Resources
 from star_hvd.threads import supervised
 
@@ -73,7 +73,7 @@ class JobLog:
         # Read here, on the training thread, because schedules change hyperparameters with the first steps, and runs are
         # searched by the initial ones.
         self._optimizer = self._optimizer_facts() if coordinator is not None and enabled() else {}
-        self._batch_logged = self._model_logged = False
+        self._batch_logged = self._model_logged = self._stepped = False
         self._stop = threading.Event()
         name = job if reporter.number == 0 else f"{job}-{reporter.number}"
         self._target = env.target()
@@ -82,6 +82,8 @@ class JobLog:
         self._loss_is_target = warns and target is not None and target.name == "loss"
         given = {"target": self._target, "tags": env.tags()}
         known = {**facts, **{name: value for name, value in given.items() if value}}
+        if "continues" not in known and self._optimizer and has_trained_state(self._applier.optimizer):
+            known["continues"] = "optimizer state"
         self._log = RunLog(
             run_directory(name), rank=reporter.engine.rank, world_size=len(hosts), job=known, enabled=enabled()
         )
@@ -107,6 +109,7 @@ class JobLog:
 
     def step(self, report: StepReport) -> None:
         """Log one of this rank's gradients; called by the training thread."""
+        self._stepped = True
         self._log.step(report)
 
     def metric(self, name: str, value: float, step: int, monotonic_s: float | None = None) -> None:
@@ -122,6 +125,11 @@ class JobLog:
                 self._target,
             )
         self._loss_is_target = False
+
+    def state_loaded(self) -> None:
+        """Note that the program has loaded the optimizer's state: before the first step, a checkpoint to go on from."""
+        if not self._stepped and self._optimizer and has_trained_state(self._applier.optimizer):
+            self._log.facts({"continues": "optimizer state"})
 
     def resources(self, readings: Resources) -> None:
         """Log a reading of this rank's machine."""

@@ -128,18 +128,23 @@ def may_start() -> bool:
     return not env.elastic() or _inside_elastic > 0
 
 
+_continues = False  # Whether the training of a world that is gone goes on (elastic).
+
+
 def on_reset() -> None:
     """Stop the runtime of a world that is gone (elastic), without waiting for other ranks."""
-    global _current
+    global _current, _continues
     if _current is not None:
+        _continues |= _current.steps_ended > 0
         _current.stop(drain=False)
         _current = None
 
 
 def shutdown() -> None:
     """Wait until all ranks have finished, contributing to the steps of those that have not; then stop."""
-    global _current
+    global _current, _continues
     forget_unlogged()
+    _continues &= env.elastic()  # What is trained after a new `init` is another training.
     if _current is not None:
         _current.stop(drain=not program_end.failed())
         _current = None
@@ -289,6 +294,7 @@ class Runtime:
         wanted = plan.to_dict() if plan is not None else {}
         hosts = [peer.host for peer in self.keyring.peers]
         facts = {"policy": self.config.policy, "mode": "auto" if plan is None else plan.label}
+        facts |= {"continues": "reset"} if _continues else {}
         ranker = None if plan else self._ranker
         reporter = driver.reporter
         reporter.log = JobLog(self.run_name, reporter, hosts, self.coordinator, facts, ranker, self._curves)
@@ -322,7 +328,7 @@ class Runtime:
         self._had_mixed |= driver.engine.agreement.mixed
         driver.stop()
         self.services.forget(driver.number)
-        _close_log(driver)
+        _close_log(driver, ended=True)
 
     def note_step(self) -> None:
         """Note that the calling thread, which is the one that trains, has collected the gradients of a step."""
@@ -610,7 +616,7 @@ class Runtime:
                 logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
         for driver in self.drivers.values():
             driver.stop()
-            _close_log(driver)
+            _close_log(driver, ended=drain)
         if drain and self.rank == 0 and self._next_optimizer_id:
             check_curves(self._curves)
         if hasattr(self, "services"):  # `start` may have failed halfway.
@@ -714,10 +720,12 @@ def _shared_folder(*, wanted: bool) -> PrivateFolder | None:
     return None
 
 
-def _close_log(driver: StepDriver) -> None:
+def _close_log(driver: StepDriver, *, ended: bool) -> None:
+    """Close an optimizer's log; one that has not `ended` goes on in a new world, with a log of its own."""
     log = driver.reporter.log
     if log is not None:
-        log.close("FAILED" if program_end.failed() or driver.engine.failure is not None else "FINISHED")
+        failed = program_end.failed() or driver.engine.failure is not None
+        log.close("FAILED" if failed else "FINISHED" if ended else "KILLED")
 
 
 _hooks_installed = False

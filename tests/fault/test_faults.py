@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,7 @@ def test_survivors_of_an_elastic_job_go_on_from_their_last_commit(tmp_path: Path
         "star_hvd",
         mode,
         folder=tmp_path,
+        env={"STAR_RUN_LOG": "1", "STAR_LOG_DIR": str(tmp_path / "logs"), "MLFLOW_TRACKING_URI": ""},
         recovered=lambda job: sum(map(bool, job.results)) == 2,
     )
     survivors = [r for r in result.results if r]
@@ -89,6 +91,17 @@ def test_survivors_of_an_elastic_job_go_on_from_their_last_commit(tmp_path: Path
     assert result.output.count(why) == 1, result.tail
     (told,) = [facts for facts in survivors if facts["mode"]]
     assert (told["mode"], told["reason"]) == ("partial(1)", "asked for by the user"), "the user's mode, not auto's"
+    sizes = set()
+    for path in (tmp_path / "logs/runs").glob("*/events.jsonl"):
+        events = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        known = [event["values"] for event in events if event["kind"] == "facts"]
+        goes_on = {values["continues"] for values in known if "continues" in values}
+        sizes.add(size := json.loads((path.parent / "run.json").read_text())["world_size"])
+        if size == 2:
+            assert goes_on == {"reset"}, "its time to a target would be that of a rest"
+        else:
+            assert not goes_on and "FINISHED" not in {e["status"] for e in events if e["kind"] == "end"}
+    assert sizes == {2, 4}
 
 
 @pytest.mark.timeout(ELASTIC_LIMIT_S)

@@ -165,3 +165,13 @@ def test_the_share_of_the_last_bucket_is_logged(tmp_path: Path) -> None:
     assert whole["edge_part"] == 1.0
     assert windows(_logged(tmp_path / "a", (0.0,) * 4, edge_part=whole["edge_part"]))[-1].edge_part == 1.0
     assert windows(_logged(tmp_path / "b", (0.0,) * 4))[-1].edge_part == EDGE, "old logs do not have it"
+
+
+def test_a_run_that_continues_an_earlier_training_is_left_out(tmp_path: Path) -> None:
+    """The time of a rest counted as that of the whole training: a tenth of `sync`, though the mode was no faster."""
+    logged(tmp_path, "sync", Plan.sync(4), reached_s=100.0)
+    logged(tmp_path, "before", Plan.partial(4, 3), reached_s=None, given_s=90.0, status="KILLED")
+    logged(tmp_path, "rest", Plan.partial(4, 3), reached_s=10.0, continues="reset")
+    told: list[str] = []
+    assert real_rows(tmp_path, "1", report=told.append) == []
+    assert "rest: it continues an earlier training" in told

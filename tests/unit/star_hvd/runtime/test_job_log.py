@@ -17,7 +17,7 @@ import torch
 
 from scheduler.learning.predictor import SHIPPED, load
 from scheduler.plan.plan import Plan
-from scheduler.records import StepReport
+from scheduler.records import StepReport, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.job_report import record_loss
 from star_hvd.loader import shard
@@ -268,3 +268,23 @@ def test_the_log_says_why_the_cost_model_decides(monkeypatch: pytest.MonkeyPatch
     facts = _loaded(monkeypatch, str(tmp_path)).facts
     assert facts is not None and facts["source"] == str(tmp_path) and "sha256" not in facts
     assert facts["fallback"].startswith("cost_model: STAR_MODEL") and "no model in" in facts["fallback"]
+
+
+# ---- an earlier training --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("when", ["before", "loaded", "after a step", "never"])
+def test_a_run_that_goes_on_from_a_checkpoint_says_so(teller: StepReporter, job_log: Any, when: str) -> None:
+    """Before the first step only: later ones may go back to the best parameters so far."""
+    optimizer = teller.engine.applier.optimizer
+    state = {next(iter(optimizer.param_groups[0]["params"])): {"momentum_buffer": torch.tensor([1.0, 2.0])}}
+    if when == "before":
+        optimizer.state.update(state)
+    made = job_log()
+    if when == "after a step":
+        made.log.step(StepReport(rank=0, step=0, times=StepTimes(0.1)))
+    if when in ("loaded", "after a step"):
+        optimizer.state.update(state)
+        made.log.state_loaded()
+    told = {"before": "optimizer state", "loaded": "optimizer state"}
+    assert _facts(made.end()).get("continues") == told.get(when)

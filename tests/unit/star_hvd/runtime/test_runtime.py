@@ -49,3 +49,18 @@ def test_a_rank_whose_servers_are_gone_at_its_end_closes_what_it_holds(caplog: p
     for name in ("services", "agent", "tensors", "coordinator"):
         assert parts[name] == ["stop"], name
     assert parts["keyring"] == ["close"] and "rank 1 has left" in caplog.text
+
+
+@pytest.mark.parametrize(("drain", "failure", "status"), [
+    (True, None, "FINISHED"), (False, None, "KILLED"), (False, RankLostError("gone"), "FAILED"),
+])  # fmt: skip
+def test_a_run_that_a_reset_ends_has_not_finished(drain: bool, failure: Exception | None, status: str) -> None:
+    """Its training goes on in another run: as FINISHED it would count as one that missed its target."""
+    closed: list[str] = []
+    leaving = Leaving(Parts())
+    engine = SimpleNamespace(failure=failure)
+    reporter = SimpleNamespace(log=SimpleNamespace(close=closed.append))
+    driver = SimpleNamespace(engine=engine, failure=failure, reporter=reporter, stop=lambda: None)
+    leaving.drivers[0] = cast(Any, driver)
+    leaving.stop(drain=drain)
+    assert closed == [status]
