@@ -202,6 +202,7 @@ def test_a_server_ends_with_its_owner_and_leaves_nothing_behind(monkeypatch: pyt
     pipes: list[Pipe] = []
     monkeypatch.setattr(server_process, "Pipe", lambda end: pipes.append(Pipe(end)) or pipes[-1])
     with cluster(Plan.ps(1, 1), processes=True) as made:
+        made.clients[0].state(DEADLINE_S)  # Only then has the server made its mirror.
         process = psutil.Process(made.servers[0].pid)
         mapped = [item.path for item in process.memory_maps() if "star-ps" in item.path]
         assert mapped and not any(os.path.exists(path) for path in mapped), "the mirror has no name to be left behind"
