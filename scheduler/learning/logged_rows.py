@@ -214,7 +214,7 @@ def _plan(event: Mapping[str, Any]) -> Plan:
     """The plan of an event, without what differs between events of the same mode."""
     try:
         plan = Plan.from_dict(event.get("plan") or {}).replace(plan_id=0, reason="")
-        # Every change of these shares is an event; shares that the user has set belong to the mode.
+        # In older logs every change of these shares is a plan; shares that the user has set belong to the mode.
         return plan.replace(batch_shares=()) if plan.balanced else plan
     except (PlanError, TypeError) as error:
         raise _UnusableRun(f"it has an invalid plan: {error}") from None

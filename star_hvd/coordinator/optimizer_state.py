@@ -99,7 +99,8 @@ class OptimizerState:
         )
         self.history = History(world_size, _HISTORY if world_size <= _MANY else _HISTORY_MANY)
         self.arrivals, self._pauses = Arrivals(world_size), Pauses(world_size)
-        self.plans: list[tuple[int, Plan]] = [(0, self.active)]
+        self.plans: list[tuple[int, Plan]] = [(0, self.active)]  # By first step; a plan has its latest batch shares.
+        self.shares_step = 0  # First step of the latest batch shares of the active plan.
         self.refused: str | None = None
         self._refused_by = -1
         self.equal_batches = ""  # Why batches, or numbers of micro-batches, may not differ between ranks.
@@ -219,7 +220,7 @@ class OptimizerState:
         self.rule.arrive(rank, message.step, compute_s, now_s)
         if self.choice is None or self.active.mode != "sync":
             return
-        scale = self.shares.scale_of(rank, message.step) if self.shares is not None and self.shares.changes else None
+        scale = self.shares.scale_of(rank, message.step) if self.shares is not None and self.shares.changed else None
         if self._trigger.note(rank, self.history.newest_s(rank, scale)):
             # However many ranks report, the window is brought forward once.
             waited_s = (1.0 - _SOONER) * self._config.decide_interval_s
@@ -452,7 +453,7 @@ class OptimizerState:
     @property
     def _scale(self) -> Scale | None:
         """What converts times to those of usual batches; None while all batches are of the usual size."""
-        return self.shares.scale if self.shares is not None and self.shares.changes else None
+        return self.shares.scale if self.shares is not None and self.shares.changed else None
 
     @property
     def reduced_part(self) -> float:
@@ -650,12 +651,15 @@ class OptimizerState:
                 self.blocked.block(wanted.mode, now_s)
 
     def shares_changed(self, step: int, shares: tuple[int, ...], sentence: str) -> None:
-        """Record new batch shares from a step on, under the same plan, for the run log and `explain()`."""
+        """Record new batch shares from a step on, for the run log and `explain()`.
+
+        They belong to the plan in force: of a rank that is slow on and off, a job of days has tens of thousands.
+        """
         if not self.active.balanced or shares == self.active.batch_shares:
             return
         why = self.active.reason.partition(_SHARES)[0]
         self.active = self.active.replace(batch_shares=shares, reason=f"{why}{_SHARES}{sentence}")
-        self.plans.append((step, self.active))
+        self.plans[-1], self.shares_step = (self.plans[-1][0], self.active), step
 
     def _note_no_loader(self, wanted: Plan) -> None:
         """Warn, once some steps were made, that the user's mode needs a loader that the job does not have."""

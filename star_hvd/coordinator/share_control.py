@@ -338,13 +338,13 @@ class ShareControl:
 
     Attributes:
         state: Holds the shares in force and changes them.
-        changes: Ordered changes (first step, shares, sentence), the latest last.
+        changed: Whether other shares were ever ordered, so that batches may have had other sizes.
     """
 
     def __init__(self, world_size: int, send: Callable[[Message], None], least: int = 1) -> None:
         self.state = ShareState(world_size, send)
         self.state.least = max(1, least)
-        self.changes: list[tuple[int, tuple[int, ...], str]] = []
+        self.changed = False
         self._world_size = world_size
         self._policy: SharePolicy | None = None
         self._warm: set[int] = set()  # Ranks whose first report has arrived; it is not typical of later steps.
@@ -392,7 +392,7 @@ class ShareControl:
         if change is not None and self.policy is not None:
             self._again_s = 0.0
             self.policy.changed(change.shares)
-            self.changes.append((change.step, change.shares, self.sentence()))
+            self.changed = True
         return change
 
     def bind(self, loader: int, step: int) -> None:

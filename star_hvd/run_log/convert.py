@@ -101,7 +101,7 @@ class RunState:
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
             self.facts.update(event["values"])
-        elif kind == "plan":
+        elif kind == "plan" and not self._only_shares(event):
             self._advance(time_s, step)
             segment = Segment(len(self.segments), dict(event), time_s, time_s, step, step)
             self.segments.append(segment)
@@ -118,6 +118,14 @@ class RunState:
             self.status = str(event.get("status", "FINISHED"))
             self.dropped = int(_number(event.get("dropped"), 0.0))
             self._advance(time_s, step)
+
+    def _only_shares(self, event: Mapping[str, Any]) -> bool:
+        """Whether a plan is that of the last segment with other batch shares: logs once had a plan for each change."""
+        old = self.segments[-1].plan.get("plan") if self.segments else None
+        new = event.get("plan")
+        if not isinstance(old, dict) or not isinstance(new, dict) or not (old.get("balanced") and new.get("balanced")):
+            return False
+        return type(new.get("epoch")) is int and old.get("epoch") == new["epoch"]
 
     def _add_outcome(self, event: Mapping[str, Any]) -> None:
         for segment in self.segments:

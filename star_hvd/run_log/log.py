@@ -147,6 +147,16 @@ class RunLog:
         if self._rank == 0:
             self._put(True, "plan", event)
 
+    def shares(self, step: int, plan: Plan) -> None:
+        """Log other batch shares of the active plan than it was logged with. Ignored on ranks other than 0.
+
+        Args:
+            step: Their first step.
+            plan: The plan, with these shares and a reason that names them.
+        """
+        values = {"step": step, "epoch": plan.plan_id, "batch_shares": list(plan.batch_shares)}
+        self._job_event("shares", {**values, "reason": plan.reason})
+
     def outcome(self, outcome: SwitchOutcome) -> None:
         """Log the predicted and the measured speed of a switch. Ignored on ranks other than 0."""
         self._job_event("outcome", _finite(outcome.as_record()))

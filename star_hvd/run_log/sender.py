@@ -157,6 +157,8 @@ class Sender:
         if kind == "facts":
             self._send_facts()
         elif kind == "plan":
+            if self.state.segments[-1].plan != event:
+                return ()  # It began no segment.
             self._end_segment(len(self.state.segments) - 2)
             self._begin_segment()
         elif kind == "outcome":

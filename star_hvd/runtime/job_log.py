@@ -68,6 +68,7 @@ class JobLog:
         self._ranker = ranker
         self._plans_logged = 0
         self._outcome_logged = (-1, -1)  # Plan and last step of the latest outcome.
+        self._shares_logged: tuple[int, tuple[int, ...]] = (0, ())  # Plan and batch shares, the latest of both.
         self._pace = Pace()
         self._curves = set() if curves is None else curves
         # Read here, on the training thread, because schedules change hyperparameters with the first steps, and runs are
@@ -201,9 +202,14 @@ class JobLog:
             plans, values = engine.plans[self._plans_logged :], self._values(engine)
             predictions_by_plan = [engine.predictions_by_plan.pop(plan.plan_id, {}) for _, plan in plans]
             outcomes = [one for one in engine.outcomes if (one.plan_id, one.step) > self._outcome_logged]
+            active, shares_step = engine.active, engine.shares_step
         for (step, plan), predictions in zip(plans, predictions_by_plan, strict=True):
             self._log.plan(step, plan, predictions)
             self._plans_logged += 1
+            self._shares_logged = (plan.plan_id, plan.batch_shares)
+        if (active.plan_id, active.batch_shares) != self._shares_logged:
+            self._log.shares(shares_step, active)
+            self._shares_logged = (active.plan_id, active.batch_shares)
         for outcome in outcomes:
             self._log.outcome(outcome)
             self._outcome_logged = (outcome.plan_id, outcome.step)

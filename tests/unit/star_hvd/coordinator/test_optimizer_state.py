@@ -68,3 +68,18 @@ def test_a_preparation_has_a_deadline_with_and_without_steps(caplog: pytest.LogC
     job.say(0, Prepared(0, 1))
     assert only(job.pass_time(61.0), m.Abandon) and "subgroup" in job.engine.blocked
     assert "not all ranks prepared it within 60 s" in caplog.text
+
+
+def test_batch_shares_that_change_for_days_are_one_plan() -> None:
+    job = Job()
+    job.register(Plan.sync(3))
+    job.engine.publish(Plan.sync(3, balanced=True, reason="shares follow the speed"), job.now_s)
+    for rank in range(3):
+        job.arrive(rank, 5, plan_id=1)
+    for step in range(10, 1010):
+        shares = (8, 8, 8) if step % 2 else (4, 10, 10)
+        job.engine.shares_changed(step, shares, f"rank 0 gets {shares[0]} of 24 samples")
+    assert [(step, plan.plan_id) for step, plan in job.engine.plans] == [(0, 0), (5, 1)]
+    assert job.engine.plans[-1][1] is job.engine.active and job.engine.active.batch_shares == (8, 8, 8)
+    assert job.engine.shares_step == 1009
+    assert job.engine.active.reason == "shares follow the speed; now rank 0 gets 8 of 24 samples"

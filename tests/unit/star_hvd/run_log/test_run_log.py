@@ -398,6 +398,18 @@ def test_names_of_runs_are_checked(tmp_path: Path) -> None:
             run_directory(name, tmp_path)
 
 
+def test_plans_that_differ_in_batch_shares_are_one_segment() -> None:
+    """Older logs have a plan for every change of shares."""
+    state = RunState()
+    for step in range(50):
+        plan = Plan.sync(2, balanced=True, batch_shares=(8 + step % 2, 8), plan_id=1)
+        state.take({"kind": "plan", "time_s": float(step), "step": step, "label": plan.label, "plan": plan.to_dict()})
+    assert len(state.segments) == 1
+    again = Plan.sync(2, balanced=True, plan_id=2).to_dict()
+    state.take({"kind": "plan", "time_s": 60.0, "step": 60, "label": "sync(balanced)", "plan": again})
+    assert [(segment.first_step, segment.last_step) for segment in state.segments] == [(0, 60), (60, 60)]
+
+
 def test_a_window_becomes_metrics() -> None:
     rows = {key: value for key, value, _, _ in window_metrics({**_window(10, slow=True), "time_s": 2.0}, 1000.0)}
     assert rows["loss"] == 0.1 and rows["stragglers"] == 1.0

@@ -288,3 +288,28 @@ def test_a_run_that_goes_on_from_a_checkpoint_says_so(teller: StepReporter, job_
         made.log.state_loaded()
     told = {"before": "optimizer state", "loaded": "optimizer state"}
     assert _facts(made.end()).get("continues") == told.get(when)
+
+
+# ---- batch shares ---------------------------------------------------------------------------------------------------
+
+
+def test_other_batch_shares_are_logged_as_such_and_are_no_plan(job_log: Any) -> None:
+    made = job_log()
+    made.job.engine.publish(Plan.sync(3, balanced=True, reason="shares follow the speed"), made.job.now_s)
+    for rank in range(3):
+        made.job.arrive(rank, 5, plan_id=1)
+    path, limit_s = made.log.directory / "events.jsonl", time.monotonic() + 120.0
+
+    def of_kind(kind: str) -> list[dict[str, Any]]:
+        return [event for _, event in read_events(path) if event["kind"] == kind]
+
+    while len(of_kind("plan")) < 2 and time.monotonic() < limit_s:
+        time.sleep(0.02)
+    made.job.engine.shares_changed(9, (4, 10, 10), "rank 0 gets 4 of 24 samples")
+    while not of_kind("shares") and time.monotonic() < limit_s:
+        time.sleep(0.02)
+    made.end()
+    assert [event["label"] for event in of_kind("plan")] == ["sync", "sync(balanced)"]
+    (shares,) = of_kind("shares")
+    assert (shares["step"], shares["epoch"], shares["batch_shares"]) == (9, 1, [4, 10, 10])
+    assert shares["reason"].endswith("; now rank 0 gets 4 of 24 samples")
