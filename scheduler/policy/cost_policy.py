@@ -562,6 +562,7 @@ class CostPolicy:
         self._outcome = outcome
         self.outcomes.append(outcome)
         if not outcome.harmful:
+            self._backoff.forgive(_held_as(active))
             return None
         self._backoff.hold(_held_as(active), outcome, self._profile, window.step, window.now_s)
         self._reset_rentals(window)

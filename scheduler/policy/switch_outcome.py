@@ -22,7 +22,8 @@ are ignored.
 
 A plan that is costlier by 5 % and by 2.5 standard errors is replaced by the previous plan. Its mode is held back for a
 time that doubles with each repetition, unless the prediction is now so much better that the same error would not
-matter. Late, frozen or dead ranks only change what is measured; nothing here waits.
+matter. A plan of the mode that does no harm halves the number of holds that count. Late,
+frozen or dead ranks only change what is measured; nothing here waits.
 """
 
 from __future__ import annotations
@@ -457,7 +458,7 @@ class OutcomeCheck:
 class _Hold:
     until_step: int
     until_s: float
-    times: int
+    times: int  # Holds before it that count.
     error: float  # Ratio of predicted to measured speed.
     predicted: float
     profile: SlownessProfile
@@ -465,6 +466,9 @@ class _Hold:
 
 class ModeBackoff:
     """Holds back modes whose plans did harm, twice as long after each repetition.
+
+    The number of holds is halved when a plan of the mode does no harm: in a job of days a few harmful plans far
+    apart would otherwise exclude the mode for hours each time.
 
     Args:
         steps: Steps of the first hold.
@@ -486,6 +490,12 @@ class ModeBackoff:
         self._holds[mode] = _Hold(
             step + self._steps * 2**times, now_s + self._seconds * 2.0**times, times, error, outcome.predicted, profile
         )
+
+    def forgive(self, mode: str) -> None:
+        """Halve the number of holds of a mode, a plan of which did no harm; that under way keeps its length."""
+        hold = self._holds.get(mode)
+        if hold is not None:
+            hold.times = (hold.times + 1) // 2 - 1
 
     def holds(self, mode: str, speed: float, profile: SlownessProfile, step: int, now_s: float) -> bool:
         """Whether a plan of this mode is held back now.

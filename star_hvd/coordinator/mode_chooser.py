@@ -27,6 +27,7 @@ _LEAST_INTERVAL_S, _LEAST_MOST_S = 0.3, 1.0
 """Minimum interval outside `sync`, even after changes: a decision holds the interpreter lock of rank 0, which trains
 and closes steps. It grows in the same way while the set of stragglers keeps changing."""
 _PAUSE_S, _MOST_PAUSE_S = 60.0, 3600.0  # Time without predictions after one failed: doubled each time.
+_FORGIVEN_S = 3600.0  # Time of predictions without a failure after which the next pause is the first again.
 _ALERT = 2  # Consecutive slow reports of a rank that trigger a decision at once in `sync`, where all ranks wait for it.
 _STRETCH_UPDATES = 64  # Steps under one plan before its loss is compared; over fewer, noise of batches dominates.
 _SMOOTH = 16  # Losses averaged at each end of such a stretch.
@@ -83,6 +84,7 @@ class Choice:
         self._least_share, self._background = config.least_quorum, config.background
         self._predicting = self._make_predicting() if config.policy != "rule" else None
         self._failed = 0
+        self._forgiven_at_s = math.inf  # When predictions will have succeeded long enough for the shortest pause.
         self._retry_at_s: float | None = None  # When predictions are tried again.
         self._pace = _Pace()
         self._stretch: tuple[int, Plan] | None = None
@@ -98,6 +100,7 @@ class Choice:
         """
         if self._retry_at_s is not None and now_s >= self._retry_at_s:
             self._retry_at_s, self._predicting = None, self._make_predicting()
+            self._forgiven_at_s = now_s + _FORGIVEN_S
         if self._predicting is None:
             return self._rule.decide(window, active)
         alert = active.mode == "sync" and bool((Readings.of(window).run_lengths() >= _ALERT).any())
@@ -107,10 +110,13 @@ class Choice:
             return None
         self._learn(window, active)
         try:
-            return self._predicting.decide(window, active)
+            plan = self._predicting.decide(window, active)
         except Exception:
             self._give_predicting_up(now_s)
             return None
+        if self._failed and now_s >= self._forgiven_at_s:
+            self._failed = 0
+        return plan
 
     def watch(self, window: Window, active: Plan, now_s: float, *, preparing: bool = False) -> None:
         """Pass a window to the policy without a decision, so that it follows silent ranks and outcomes of switches.

@@ -274,6 +274,22 @@ def test_a_mode_that_did_harm_waits_longer_each_time() -> None:
         step, now_s = step + waits, now_s + 60.0 * 2**turn
 
 
+def test_plans_that_do_no_harm_shorten_the_next_wait() -> None:
+    backoff = ModeBackoff()
+    for _ in range(4):
+        backoff.hold("partial", _bad(), CALM, 100, 0.0)
+    backoff.forgive("partial")
+    backoff.forgive("ps")
+    assert backoff.held(100, 0.0) == {"partial": (100 + 200 * 8, 60.0 * 8)}, "that under way stays as it is"
+    for waits in (4, 8):
+        backoff.hold("partial", _bad(), CALM, 100, 0.0)
+        assert backoff.held(100, 0.0) == {"partial": (100 + 200 * waits, 60.0 * waits)}
+    for _ in range(3):
+        backoff.forgive("partial")
+    backoff.hold("partial", _bad(), CALM, 100, 0.0)
+    assert backoff.held(100, 0.0) == {"partial": (300, 60.0)}
+
+
 def test_other_trouble_and_a_promise_beyond_the_error_end_the_wait() -> None:
     backoff = ModeBackoff()
     backoff.hold("partial", _bad(), CALM, 100, 0.0)

@@ -132,6 +132,21 @@ def test_predictions_that_failed_are_tried_again_later_and_later() -> None:
     assert decide(choice, window(), active, 500.0) is not None and choice.predictions()
 
 
+def test_an_hour_of_predictions_ends_what_failures_before_it_cost() -> None:
+    ranker = Counting(fail=True)
+    choice, active = Choice(4, Config(), HOSTS, ranker), Plan.sync(4)
+    for now_s in (0.0, 61.0, 182.0):  # The next pause is of 480 s.
+        decide(choice, window(), active, now_s)
+    ranker.fail = False
+    for now_s in (500.0, 2000.0, 4101.0):
+        decide(choice, window(), active, now_s)
+    ranker.fail = True
+    before = ranker.asked
+    for now_s in (4110.0, 4169.0, 4171.0):
+        decide(choice, window(), active, now_s)
+    assert ranker.asked == before + 2, "after a minute, as at first"
+
+
 def test_a_rank_silent_for_long_under_servers_is_no_defect() -> None:
     choice, active = Choice(4, Config(policy="cost"), HOSTS), Plan.ps(4, 1, servers=(0,), plan_id=3)
     for tick in range(400):
