@@ -19,6 +19,7 @@ __all__ = ["MachineNotes"]
 
 _START_S = 0.05  # Shortest interval of the first reading: processor time is counted in units of 10 ms.
 _LATEST = 10  # Latest wait readings, of which the minimum is taken.
+_KEPT = 600  # Wait readings, one per second, whose minimum counts as communication.
 
 
 class MachineNotes:
@@ -36,8 +37,8 @@ class MachineNotes:
         self._rank, self._send, self._drivers = rank, send, drivers
         self._sampler: ResourceSampler | None = None
         self._registry: Registry | None = None
-        self._waits: deque[float] = deque(maxlen=_LATEST)
-        self._least_wait_s = math.inf
+        self._waits: deque[float] = deque(maxlen=_KEPT)  # Under one plan.
+        self._plan_id, self._after = -1, 0
         self._headroom = CpuHeadroom(cgroup_directory())
         self._first, self._first_s = self._counters()
 
@@ -91,15 +92,22 @@ class MachineNotes:
     def _slack(self) -> tuple[float, float]:
         """Return the time of this rank's steps, and the part of it that it certainly waits for slower ranks.
 
-        The shortest wait so far is taken as communication alone; any wait beyond it is for other ranks.
+        The shortest wait of the last minutes under the active plan is taken as communication alone; any wait beyond it
+        is for other ranks. Waits of another plan, or of long ago, say nothing about the communication of now.
         """
         drivers = list(self._drivers.values())
         if not drivers:
             return 0.0, 0.0
         reporter = drivers[0].reporter
+        if reporter.engine.plan.plan_id != self._plan_id:
+            self._plan_id = reporter.engine.plan.plan_id
+            self._waits.clear()
+            self._after = reporter.steps_logged + 1  # The step under way may still be one of the plan before.
+        if reporter.steps_logged <= self._after:  # Before the first step the wait is 0.
+            return reporter.times.compute_s + reporter.wait_s, 0.0
         self._waits.append(reporter.wait_s)
-        self._least_wait_s = min(self._least_wait_s, reporter.wait_s)
-        return reporter.times.compute_s + reporter.wait_s, max(0.0, min(self._waits) - self._least_wait_s)
+        slack_s = min(list(self._waits)[-_LATEST:]) - min(self._waits)
+        return reporter.times.compute_s + reporter.wait_s, slack_s
 
     def _note(self, readings: Resources, near: Neighbours) -> MachineNote:
         return MachineNote(

@@ -26,7 +26,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def driver(compute_s: float, wait_s: float) -> Any:
     times = SimpleNamespace(compute_s=compute_s)
-    return SimpleNamespace(reporter=SimpleNamespace(times=times, wait_s=wait_s, log=None))
+    engine = SimpleNamespace(plan=SimpleNamespace(plan_id=0))
+    reporter = SimpleNamespace(times=times, wait_s=wait_s, steps_logged=0, engine=engine, log=None)
+    return SimpleNamespace(reporter=reporter)
 
 
 def test_the_first_note_comes_before_the_first_step(folder: Path) -> None:
@@ -77,8 +79,9 @@ def test_waits_beyond_the_least_one_are_slack_for_others(folder: Path, monkeypat
     other = Registry("b", 0)
     other.file_name = "b.json"
     seen = []
-    for wait_s in (0.01, *[0.06] * 12):  # A rank elsewhere became slow; the collective itself takes 10 ms.
+    for wait_s in (0.01, 0.01, 0.01, *[0.06] * 12):  # A rank elsewhere became slow; the collective takes 10 ms.
         own.reporter.wait_s = wait_s
+        own.reporter.steps_logged += 1
         Sampler.made.on_sample(Resources(cpu_share=0.8))
         (entry,) = other.others()
         seen.append(entry.slack_s)
@@ -92,3 +95,28 @@ def test_waits_beyond_the_least_one_are_slack_for_others(folder: Path, monkeypat
     own.reporter.wait_s = 0.01
     Sampler.made.on_sample(Resources(cpu_share=0.8))
     assert other.others()[0].slack_s == 0.0, "one step without a wait is enough"
+
+
+def test_only_recent_waits_of_the_active_plan_count_as_communication(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_notes, "ResourceSampler", Sampler)
+    own, other = driver(0.0, 0.0), Registry("b", 0)
+    other.file_name = "b.json"
+    MachineNotes(0, lambda message, urgent: None, {0: own}).start("a", None)
+    reporter = own.reporter
+
+    def slack_s(wait_s: float, samples: int) -> float:
+        reporter.wait_s = wait_s
+        for _ in range(samples):
+            reporter.steps_logged += 1
+            Sampler.made.on_sample(Resources(cpu_share=0.8))
+        return other.others()[0].slack_s
+
+    assert slack_s(0.0, 1) == 0.0
+    assert slack_s(0.05, 20) == 0.0, "the wait before the first step is none"
+    reporter.engine.plan.plan_id = 1
+    assert slack_s(0.05, 1) == 0.0, "of the step under way when the plan came"
+    assert slack_s(0.08, 20) == 0.0, "the communication of another plan takes longer"
+    assert slack_s(0.1, 20) == pytest.approx(0.02)
+    assert slack_s(0.1, 600) == 0.0, "the network became slower"
