@@ -342,6 +342,16 @@ def test_the_policy_tries_again_after_a_while_and_waits_longer_then() -> None:
     assert [plan.mode for plan in taken[:4]] == ["partial", "sync", "partial", "sync"]
 
 
+@pytest.mark.parametrize(("cost_s", "forgiven"), [(0.08, ["partial"]), (0.12, [])])
+def test_a_plan_that_pays_makes_up_for_harm_by_its_mode(
+    cost_s: float, forgiven: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(ModeBackoff, "forgive", lambda self, mode: told.append(mode))
+    _run(CostPolicy(8, ranker=_tempted), 200, {"sync": 0.1, "partial": cost_s})
+    assert told == forgiven
+
+
 def test_the_policy_keeps_a_plan_that_pays_and_says_so() -> None:
     policy = CostPolicy(8, ranker=_tempted)
     taken = _run(policy, 400, {"sync": 0.1, "partial": 0.08})
