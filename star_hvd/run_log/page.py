@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +59,19 @@ def _number(values: Mapping[str, Any], name: str) -> str:
     return f"{value:.2f}" if isinstance(value, (int, float)) else "?"
 
 
-def write_page(directory: Path, out: Path) -> Path:
+def write_page(directory: Path, out: Path, on_progress: Callable[[], None] = lambda: None) -> Path:
     """Write the page of the run in `directory` to `out`, whose folder is made; return the path written.
+
+    Args:
+        directory: The run's folder.
+        out: The page's file.
+        on_progress: Called now and then while the run's files are read.
 
     Raises:
         ValueError: The folder contains no run.
         ImportError: matplotlib is missing; the message says how to install it.
     """
-    story = read_story(directory)
+    story = read_story(directory, on_progress)
     state = story.state
     decisions = "".join(
         f"<li>{html.escape(sentence(segment.plan))}{_outcome(segment.outcome)}{_predictions(segment.plan)}</li>"

@@ -61,7 +61,7 @@ class Sender:
         uri: MLflow's tracking URI.
         experiment: The experiment the run belongs to; by default that in `run.json`, which the job had. A run that
             MLflow already has stays where it is.
-        on_progress: Called whenever MLflow has accepted something, or the page has been made.
+        on_progress: Called whenever MLflow has accepted something, and while the page is made.
         batch: Most metrics in one request.
 
     Raises:
@@ -118,7 +118,9 @@ class Sender:
         return self.state.status is not None
 
     def finish(self, status: str) -> None:
-        """Send the totals and the files and end the run.
+        """Send the totals, end the run and send its files.
+
+        The page is last: of a job of days it takes minutes, in which the process may be killed.
 
         Args:
             status: Status of a run without an end event, `KILLED` for example.
@@ -127,12 +129,13 @@ class Sender:
             Exception: Any error of MLflow's; a later call continues.
         """
         self.send()
-        self._send_files()
         if self._about.get("home"):
             self._end_segment(len(self.state.segments) - 1)
             end_ms = self._at_ms(self.state.last_s)
             self._log([(name, value, end_ms, self.state.last_step) for name, value in self.state.totals().items()])
             self._client.set_terminated(self._sent["run_id"], self.state.status or status, end_time=end_ms)
+            self._on_progress()
+        self._send_files()
         self._sent["complete"] = True
         self._sent.pop("files", None)  # If the run is sent again, its files are, too.
         self._note(self._offset)
@@ -261,21 +264,26 @@ class Sender:
 
         Files that MLflow accepted before a failure are not sent again unless they have grown.
         """
-        files = sorted(self.directory.glob("rank*.jsonl"))
+        for path in sorted(self.directory.glob("rank*.jsonl")):
+            self._send_file(path)
         if self._about.get("home"):
-            files += [self.directory / name for name in (layout.RUN, layout.EVENTS)]
+            self._send_file(self.directory / layout.RUN)
+            self._send_file(self.directory / layout.EVENTS)
+            page = None
             with contextlib.suppress(Exception):  # The run must become complete even if the page fails.
                 from star_hvd.run_log.page import write_page
 
-                files.append(write_page(self.directory, self.directory / "report.html"))
-                self._on_progress()
+                page = write_page(self.directory, self.directory / "report.html", self._on_progress)
+            if page is not None:
+                self._send_file(page)
+
+    def _send_file(self, path: Path) -> None:
         accepted = self._sent.setdefault("files", {})
-        for path in files:
-            size = path.stat().st_size if path.exists() else None
-            if size is not None and accepted.get(path.name) != size:
-                self._client.log_artifact(self._sent["run_id"], str(path), "star")
-                accepted[path.name] = size
-                self._note(self._offset)
+        size = path.stat().st_size if path.exists() else None
+        if size is not None and accepted.get(path.name) != size:
+            self._client.log_artifact(self._sent["run_id"], str(path), "star")
+            accepted[path.name] = size
+            self._note(self._offset)
 
     def _at_ms(self, time_s: float) -> int:
         return int(1e3 * (self._about["began_unix_s"] + time_s))

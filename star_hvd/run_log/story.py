@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ __all__ = ["BINS", "RunStory", "read_story"]
 
 BINS = 150  # Equal parts of a run; the page shows one colour per part and rank.
 _MOST_POINTS = 4000  # Maximum per curve; more are not visible in a browser.
+_MOST_SAMPLES = 200  # Timelines kept per mode, of which the page draws one.
+_PROGRESS_EVENTS = 4096  # A few MB of a file.
 
 
 class RunStory:
@@ -26,12 +29,13 @@ class RunStory:
         name: The run's name.
         world_size: Number of ranks.
         state: The state after all events.
-        windows: Window events, thinned evenly if there are thousands.
-        curves: Name to (time_s, step, value) points, thinned likewise.
+        windows: Window events, thinned evenly if there are thousands; of the readings per rank only `compute_s`.
+        curves: Name to (time_s, step, value) points, thinned evenly.
         steps: Per rank, the number of step reports, their median compute and wait time in seconds, and the part that
             was late. Compute times are those of batches of the usual size.
         pace: Per rank, its compute time in seconds, likewise, in each of `BINS` equal parts of the run, NaN if unknown.
-        samples: Rank and event of every sampled step's timeline, rank by rank.
+        samples: Rank and event of sampled steps' timelines: of every mode those of the first rank that has any, thinned
+            evenly if there are hundreds.
         recorded: Smallest and largest value of every curve of `hvd.record_metric`.
     """
 
@@ -52,19 +56,25 @@ class RunStory:
         return max(self.state.last_s, 1e-3)
 
 
-def read_story(directory: Path) -> RunStory:
+def read_story(directory: Path, on_progress: Callable[[], None] = lambda: None) -> RunStory:
     """Read a run's folder.
+
+    Args:
+        directory: The run's folder.
+        on_progress: Called now and then: the files of a job of days have gigabytes.
 
     Raises:
         ValueError: The folder contains no run, a damaged one, or one of another version.
     """
     about = layout.read_about(directory)
     story, usual = RunStory(about["name"], about["world_size"]), UsualBatches()
-    for _, event in read_events(directory / layout.EVENTS):
+    windows = _Thinned(_MOST_POINTS)
+    for event in _events(directory / layout.EVENTS, on_progress):
         story.state.take(event)
         usual.take(event)
         if event.get("kind") == "window":
-            story.windows.append(event)
+            own_s = (event.get("ranks") or {}).get("compute_s") or []
+            windows.add({**event, "ranks": {"compute_s": own_s}})
             value = event.get("loss")
             if isinstance(value, float):
                 story.curves.setdefault("loss", []).append((event["time_s"], event["step"], value))
@@ -74,34 +84,83 @@ def read_story(directory: Path) -> RunStory:
             story.curves.setdefault(name, []).append((*at, value))
             least, most = story.recorded.get(name, (math.inf, -math.inf))
             story.recorded[name] = (min(least, value), max(most, value))
-    story.windows = _thinned(story.windows)
+    story.windows = windows.items
     story.curves = {name: _thinned(points) for name, points in story.curves.items()}
-    for rank in range(story.world_size):
-        reports, samples = _of_rank(directory / f"rank{rank}.jsonl", usual)
-        story.samples += [(rank, event) for event in samples]
-        if reports:
-            story.steps[rank] = _summary_of(reports)
-        paces = [(float(r.get("time_s") or 0.0), float(r.get("compute_s") or 0.0)) for r in reports]
-        story.pace[rank] = binned(paces or slow_points(story.windows, rank), story.end_s)
+    _read_ranks(story, directory, usual, on_progress)
     return story
 
 
-def _of_rank(path: Path, usual: UsualBatches) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return a rank's reports, with times of usual batches, and the timelines of its sampled steps.
+def _read_ranks(story: RunStory, directory: Path, usual: UsualBatches, on_progress: Callable[[], None]) -> None:
+    """Add the ranks' own files; those of other hosts' ranks are missing."""
+    sampled: set[tuple[str, str]] = set()
+    for rank in range(story.world_size):
+        reports = _Reports()
+        samples: dict[tuple[str, str], _Thinned] = {}
+        for event in _events(directory / f"rank{rank}.jsonl", on_progress):
+            if event.get("kind") == "step":
+                reports.take(event)
+            elif event.get("kind") == "timeline" and (mode := (event["mode"], event["means"])) not in sampled:
+                samples.setdefault(mode, _Thinned(_MOST_SAMPLES)).add((rank, event))
+        sampled |= samples.keys()
+        story.samples += [sample for same in samples.values() for sample in same.items]
+        compute_s = reports.usual_s(usual)
+        if compute_s:
+            late = reports.late / len(compute_s)
+            story.steps[rank] = (len(compute_s), statistics.median(compute_s), statistics.median(reports.wait_s), late)
+        paces = zip(reports.time_s, compute_s, strict=True) if compute_s else slow_points(story.windows, rank)
+        story.pace[rank] = binned(paces, story.end_s)
+        on_progress()
 
-    There are none if its file is on another host.
+
+def _events(path: Path, on_progress: Callable[[], None]) -> Iterable[dict[str, Any]]:
+    for number, (_, event) in enumerate(read_events(path), 1):
+        yield event
+        if number % _PROGRESS_EVENTS == 0:
+            on_progress()
+
+
+class _Reports:
+    """One rank's step reports as columns. There may be a million, which as mappings take gigabytes."""
+
+    def __init__(self) -> None:
+        self.time_s, self.wait_s = array("d"), array("d")
+        self.late = 0
+        self._steps, self._compute_s, self._samples = array("q"), array("d"), array("d")
+
+    def take(self, report: Mapping[str, Any]) -> None:
+        """Add a report; unknown numbers count as 0."""
+        self.time_s.append(report.get("time_s") or 0.0)
+        self.wait_s.append(report.get("wait_s") or 0.0)
+        self.late += bool(report.get("late"))
+        self._steps.append(report.get("step") or 0)
+        self._compute_s.append(report.get("compute_s") or 0.0)
+        samples = report.get("samples")
+        self._samples.append(samples if isinstance(samples, (int, float)) else 0.0)
+
+    def usual_s(self, usual: UsualBatches) -> Sequence[float]:
+        """Return the compute times as those of batches of the usual size."""
+        return array("d", usual.usual_s(self._steps, self._compute_s, self._samples))
+
+
+class _Thinned:
+    """At most a number of items, evenly over all that were added.
+
+    Args:
+        most: The number.
     """
-    found: dict[str, list[dict[str, Any]]] = {"step": [], "timeline": []}
-    for _, event in read_events(path) if path.exists() else ():
-        if (same := found.get(str(event.get("kind")))) is not None:
-            same.append(event)
-    reports = found["step"]
-    steps, times_s, samples = (
-        [report.get(name) or 0 for report in reports] for name in ("step", "compute_s", "samples")
-    )
-    for report, compute_s in zip(reports, usual.usual_s(steps, times_s, samples), strict=True):
-        report["compute_s"] = compute_s
-    return reports, found["timeline"]
+
+    def __init__(self, most: int) -> None:
+        self.items: list[Any] = []
+        self._most, self._seen, self._stride = most, 0, 1
+
+    def add(self, item: Any) -> None:
+        """Add an item; every second one is given up whenever there are too many."""
+        if self._seen % self._stride == 0:
+            self.items.append(item)
+        self._seen += 1
+        if len(self.items) > self._most:
+            del self.items[1::2]
+            self._stride *= 2
 
 
 def slow_points(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[float, float]]:
@@ -116,7 +175,7 @@ def slow_points(windows: Sequence[Mapping[str, Any]], rank: int) -> list[tuple[f
 
 def binned(points: Iterable[tuple[float, float]], end_s: float) -> list[float]:
     """Return the median compute time in each part of the run; without a report, that of the step in progress."""
-    bins: list[list[float]] = [[] for _ in range(BINS)]
+    bins = [array("d") for _ in range(BINS)]
     for time_s, compute_s in points:
         if time_s >= 0.0 and compute_s > 0.0:
             bins[min(BINS - 1, int(BINS * time_s / end_s))].append(compute_s)
@@ -126,12 +185,6 @@ def binned(points: Iterable[tuple[float, float]], end_s: float) -> list[float]:
         if math.isnan(found[index]):
             found[index] = found[index + 1]
     return found
-
-
-def _summary_of(reports: Sequence[Mapping[str, Any]]) -> tuple[int, float, float, float]:
-    compute, wait = ([float(r.get(name) or 0.0) for r in reports] for name in ("compute_s", "wait_s"))
-    late = sum(bool(report.get("late")) for report in reports) / len(reports)
-    return len(reports), statistics.median(compute), statistics.median(wait), late
 
 
 def _thinned(points: list[Any]) -> list[Any]:

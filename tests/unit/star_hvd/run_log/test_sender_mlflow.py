@@ -19,7 +19,7 @@ import pytest
 from scheduler.plan.plan import Plan
 from scheduler.policy.switch_outcome import SwitchOutcome
 from scheduler.records import StepReport, StepTimes
-from star_hvd.run_log import RunLog, dispatch, layout, report_page, sync_logs
+from star_hvd.run_log import RunLog, dispatch, layout, page, report_page, sync_logs
 from star_hvd.run_log import sender as sender_module
 from star_hvd.run_log.sender import Sender, connect
 from tests.support.extras import needs
@@ -237,6 +237,22 @@ def test_every_accepted_file_is_progress_and_is_sent_once(
     assert client.sent == files and all(files[:count] in seen for count in range(1, 6))
     Sender(directory, store).finish("KILLED")
     assert client.sent == 2 * files, "a complete run is sent again as a whole"
+
+
+def test_a_run_has_ended_before_its_page_is_made(root: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page of a job of days takes minutes; a sender killed meanwhile must not leave a run that goes on for ever."""
+
+    def killed(*args: Any) -> Path:
+        raise KeyboardInterrupt
+
+    directory = write_run(root)
+    monkeypatch.setattr(page, "write_page", killed)
+    with pytest.raises(KeyboardInterrupt):
+        Sender(directory, store).finish("KILLED")
+    _, _, metrics, info, files, _ = everything(root, store)[RUN]
+    assert info[0] == "FINISHED" and [value for _, _, value in metrics["steps"]] == [7.0]
+    assert {Path(path).name for path in files} == {"events.jsonl", "run.json", "rank0.jsonl", "rank1.jsonl"}
+    assert not Sender(directory, store).complete, "a later call makes the page"
 
 
 def test_a_file_that_grew_is_sent_again(root: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
