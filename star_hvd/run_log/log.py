@@ -31,7 +31,10 @@ __all__ = ["RunLog"]
 logger = logging.getLogger("star_hvd")
 
 _QUEUE = 4096  # Events kept while writing fails: several minutes of steps.
+_MOST_HELD_BYTES = 16 << 20  # Likewise, per file; a window of hundreds of ranks has 50 kB.
+_PIECE_BYTES = 1 << 20  # Written at a time: joining and encoding hold the interpreter lock for about a millisecond.
 _WRITE_INTERVAL_S = 0.5
+_LONGEST_RETRY_S = 30.0  # Between two attempts to write while the disk is full.
 _WINDOW_INTERVAL_S = 1.0
 _YIELD_AFTER = 16  # Events (10 to 20 us each) after which the thread releases the interpreter lock.
 _MAX_BYTES = 256 << 20  # Limit of one file; its entries are thinned out after 0.4 million steps.
@@ -56,8 +59,8 @@ class RunLog:
         enabled: False makes every method do nothing.
         ship: Whether rank 0 has the run sent to MLflow (`dispatch`), rather than `star-hvd sync-logs` later.
         background: Whether a thread writes; otherwise only `flush` and `close` do.
-        clock: Returns seconds; used to date events and to limit windows to one per second.
-        most_queued: Events kept while they are not written.
+        clock: Returns seconds; used to date events, to limit windows to one per second and to wait after a failure.
+        most_queued: Events kept while they are not written; of each file at most 16 MiB.
         max_bytes: Size of a file at which no more events find room.
         end_bytes: Additional room for the end event of a full file.
     """
@@ -89,8 +92,10 @@ class RunLog:
         self._most_queued, self._max_bytes, self._end_bytes = most_queued, max_bytes, end_bytes
         self._numbers = itertools.count()
         self._expected = 0
-        self._held: dict[bool, list[str]] = {False: [], True: []}
+        self._held: dict[bool, deque[str]] = {False: deque(), True: deque()}
         self._held_bytes = {False: 0, True: 0}
+        self._pause_s = {False: 0.0, True: 0.0}  # After a failure, until the next attempt to write the file.
+        self._retry_s = {False: 0.0, True: 0.0}
         self._files: dict[bool, SpoolWriter] = {}
         self._window_due_s = 0.0
         self._ship = ship and rank == 0
@@ -242,14 +247,15 @@ class RunLog:
     def _run(self) -> None:
         while not self._stop.wait(_WRITE_INTERVAL_S):
             self.flush()
-        for file in self._files.values():
+        for of_job, file in self._files.items():
             file.max_bytes += self._end_bytes
+            self._pause_s[of_job] = 0.0  # There is no later attempt.
         self.flush()
         for file in self._files.values():
             file.close()
 
     def flush(self) -> None:
-        """Write what is queued; lines that cannot be written are kept for the next time, at most `most_queued` of them.
+        """Write what is queued; lines that cannot be written are kept for a later time, at most `most_queued` of them.
 
         Called by the log's own thread or, without one, by the caller's; never by two threads at once.
         """
@@ -264,25 +270,47 @@ class RunLog:
             if position % _YIELD_AFTER == _YIELD_AFTER - 1:
                 time.sleep(0.0005)  # The training thread may be waiting for the interpreter lock.
         for of_job, held in self._held.items():
-            if len(held) > self._most_queued:
-                self.dropped += len(held) - self._most_queued
-                del held[: -self._most_queued]
+            if not held or (self._pause_s[of_job] and self._clock() < self._retry_s[of_job]):
+                continue
             try:
-                if held:
-                    self._files[of_job].append_lines(held)
+                self._write(of_job)
             except OSError as error:
                 self._note_failure(error)
+                self._pause_s[of_job] = min(_LONGEST_RETRY_S, max(_WRITE_INTERVAL_S, 2.0 * self._pause_s[of_job]))
+                self._retry_s[of_job] = self._clock() + self._pause_s[of_job]
                 continue
-            self._failing = self._failing and not held
-            held.clear()
-            self._held_bytes[of_job] = 0
+            self._failing = False
+            self._pause_s[of_job] = 0.0
+
+    def _write(self, of_job: bool) -> None:
+        """Write the lines held for a file in pieces; what was written is held no longer, also if the rest fails."""
+        held, file = self._held[of_job], self._files[of_job]
+        while held:
+            piece, piece_bytes = [], 0
+            for line in held:
+                piece.append(line)
+                piece_bytes += len(line)
+                if piece_bytes >= _PIECE_BYTES:
+                    break
+            file.append_lines(piece)
+            for _ in piece:
+                self._release(of_job)
+
+    def _release(self, of_job: bool) -> None:
+        self._held_bytes[of_job] -= len(self._held[of_job].popleft())
 
     def _hold(self, of_job: bool, kind: str, event: _Event) -> None:
-        """Keep an event's line for the next write, unless its file is too full for events of its kind."""
+        """Keep an event's line for the next write, unless its file is too full for events of its kind.
+
+        The oldest lines are dropped if the disk has not taken them for long.
+        """
         if self._files[of_job].keeps(kind, self._held_bytes[of_job]):
-            line = _line(event)
-            self._held[of_job].append(line)
+            line, held = _line(event), self._held[of_job]
+            held.append(line)
             self._held_bytes[of_job] += len(line)
+            while len(held) > self._most_queued or (self._held_bytes[of_job] > _MOST_HELD_BYTES and len(held) > 1):
+                self._release(of_job)
+                self.dropped += 1
             return
         self.thinned += 1
         if self.thinned == 1:
