@@ -166,6 +166,8 @@ def _read(folder: Path) -> LoggedRun:
         elif kind == "metric" and isinstance(event.get("value"), (int, float)):
             points.append((str(event.get("name")), float(event["value"]), float(event.get("time_s") or 0.0)))
         elif kind == "window":
+            if not event.get("ranks") and readings:  # With many ranks, few windows have the readings of each.
+                event = {**event, "ranks": readings[-1][1].get("ranks")}
             readings.append((int(event.get("step") or 0), event))
             if isinstance(event.get("noise_scale"), (int, float)):
                 noise.append((readings[-1][0], float(event["noise_scale"])))

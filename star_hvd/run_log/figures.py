@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ _MODE_COLORS = {
 _CAUSE_COLORS = {"compute": "#111111", "input": "#e6a100", "starved": "#7a3fb5", "link": "#1b8a3a"}
 _OTHER_COLOR = "#888888"
 _MOST_SLOWDOWN = 4.0  # End of the colour scale.
+_MOST_SPANS = 3.0  # Usual intervals of windows: longest bar of one window, which says little about hours without any.
 _LABEL_IN = 0.075  # Width of a character in a segment's label.
 
 
@@ -63,11 +65,11 @@ def ranks_svg(story: RunStory) -> str:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         _heat(figure, axes, story)
-        times = [float(window["time_s"]) for window in story.windows]
-        seen = {}
-        for index, window in enumerate(story.windows):
-            end_s = times[index]
-            begin_s = times[index - 1] if index else max(0.0, end_s - 1.0)
+        spans_s, seen = story.spans_s(), {}
+        most_s = _MOST_SPANS * statistics.median(spans_s) if spans_s else 0.0
+        for window, span_s in zip(story.windows, spans_s, strict=True):
+            end_s = float(window["time_s"])
+            begin_s = end_s - min(span_s, most_s)
             for item in window.get("stragglers") or []:
                 cause = str(item.get("cause"))
                 seen[f"slow: {cause}"] = color = _CAUSE_COLORS.get(cause, _OTHER_COLOR)

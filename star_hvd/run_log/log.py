@@ -21,6 +21,7 @@ from scheduler.plan.plan import Plan
 from scheduler.records import StepReport
 from star_hvd.run_log import dispatch, layout
 from star_hvd.run_log.spool import SpoolWriter, line_of
+from star_hvd.run_log.windows import PerRankReadings
 from star_hvd.threads import supervised
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class RunLog:
         self._retry_s = {False: 0.0, True: 0.0}
         self._files: dict[bool, SpoolWriter] = {}
         self._window_due_s = 0.0
+        self._per_rank = PerRankReadings(world_size, max_bytes)
         self._ship = ship and rank == 0
         self._lock = layout.RunLock(directory)
         self._failing = False
@@ -128,7 +130,10 @@ class RunLog:
         self._job_event("facts", {"values": dict(values)})
 
     def window(self, values: Mapping[str, Any]) -> None:
-        """Log telemetry of all ranks (`window_values`), at most once per second. Ignored on ranks other than 0."""
+        """Log telemetry of all ranks (`window_values`), at most once per second. Ignored on ranks other than 0.
+
+        Of a job with many ranks most windows are logged without the readings per rank (`PerRankReadings`).
+        """
         now_s = self._now_s()
         if self._rank == 0 and now_s >= self._window_due_s:
             self._window_due_s = now_s + _WINDOW_INTERVAL_S
@@ -305,7 +310,8 @@ class RunLog:
         The oldest lines are dropped if the disk has not taken them for long.
         """
         if self._files[of_job].keeps(kind, self._held_bytes[of_job]):
-            line, held = _line(event), self._held[of_job]
+            line = self._per_rank.line(event, _line) if kind == "window" else _line(event)
+            held = self._held[of_job]
             held.append(line)
             self._held_bytes[of_job] += len(line)
             while len(held) > self._most_queued or (self._held_bytes[of_job] > _MOST_HELD_BYTES and len(held) > 1):

@@ -154,15 +154,17 @@ def _target(story: RunStory) -> str:
 
 def rank_table(story: RunStory) -> str:
     """Return the table of a run's ranks, as HTML."""
-    causes: dict[int, dict[str, int]] = {}
-    for window in story.windows:
+    causes: dict[int, dict[str, float]] = {}  # Seconds; late in a long job a window stands for more of them.
+    spans_s = story.spans_s()
+    for window, span_s in zip(story.windows, spans_s, strict=True):
         for item in window.get("stragglers") or []:
             per_rank = causes.setdefault(int(item["rank"]), {})
-            per_rank[str(item.get("cause"))] = per_rank.get(str(item.get("cause")), 0) + 1
+            per_rank[str(item.get("cause"))] = per_rank.get(str(item.get("cause")), 0.0) + span_s
+    known_s = sum(spans_s)
     rows = []
     for rank in range(story.world_size):
         count, compute_s, wait_s, late = story.steps.get(rank, (0, 0.0, 0.0, 0.0))
-        slow = sum(causes.get(rank, {}).values()) / len(story.windows) if story.windows else 0.0
+        slow = sum(causes.get(rank, {}).values()) / known_s if known_s > 0.0 else 0.0
         why = ", ".join(sorted(causes.get(rank, {}), key=lambda name: -causes[rank][name]))
         times = (f"{1e3 * compute_s:.1f}", f"{1e3 * wait_s:.1f}", f"{late:.0%}") if count else ("?", "?", "?")
         rows.append((rank, count, *times, f"{slow:.0%}", why))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from array import array
@@ -19,6 +20,7 @@ __all__ = ["BINS", "RunStory", "read_story"]
 BINS = 150  # Equal parts of a run; the page shows one colour per part and rank.
 _MOST_POINTS = 4000  # Maximum per curve; more are not visible in a browser.
 _MOST_SAMPLES = 200  # Timelines kept per mode, of which the page draws one.
+_FIRST_SPAN_S = 1.0  # The usual interval of windows.
 _PROGRESS_EVENTS = 4096  # A few MB of a file.
 
 
@@ -49,6 +51,12 @@ class RunStory:
         self.pace: dict[int, list[float]] = {}
         self.samples: list[tuple[int, dict[str, Any]]] = []
         self.recorded: dict[str, tuple[float, float]] = {}
+
+    def spans_s(self) -> list[float]:
+        """Return the time since the previous window, of every window: what it stands for after thinning."""
+        times = [float(window["time_s"]) for window in self.windows]
+        first = [max(0.0, min(_FIRST_SPAN_S, times[0]))] if times else []
+        return first + [max(0.0, end_s - begin_s) for begin_s, end_s in itertools.pairwise(times)]
 
     @property
     def end_s(self) -> float:

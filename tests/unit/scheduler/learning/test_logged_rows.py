@@ -175,3 +175,16 @@ def test_a_run_that_continues_an_earlier_training_is_left_out(tmp_path: Path) ->
     told: list[str] = []
     assert real_rows(tmp_path, "1", report=told.append) == []
     assert "rest: it continues an earlier training" in told
+
+
+def test_readings_of_each_rank_are_those_of_the_newest_window_that_has_them(tmp_path: Path) -> None:
+    """With many ranks most windows have the job's own numbers only."""
+    ranks = {"link_bytes_per_s": [1e8] * 4, "input_share": [0.0, 0.5, 0.0, 0.0]}
+    _logged(tmp_path / "run", (0.0,) * 4, ranks=ranks)
+    with (tmp_path / "run" / "events.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"kind": "window", "time_s": 2.5, "step": 6, "edge_part": 0.5}) + "\n")
+    run = read_run(tmp_path / "run")
+    assert run is not None
+    last = windows(run)[-1]
+    assert last.edge_part == 0.5
+    assert [(one.link_bytes_per_s, one.input_share) for one in last.ranks][:2] == [(1e8, 0.0), (1e8, 0.5)]

@@ -11,6 +11,8 @@ import pytest
 
 from scheduler.records import StepReport, StepTimes
 from star_hvd.run_log import RunLog, layout
+from star_hvd.run_log.figures import ranks_svg
+from star_hvd.run_log.page import rank_table
 from star_hvd.run_log.spool import line_of
 from star_hvd.run_log.story import read_story
 
@@ -76,3 +78,22 @@ def test_timelines_are_kept_of_each_mode_s_first_rank_and_few_of_each(tmp_path: 
     exposed_us = [event["exposed_us"] for rank, event in story.samples if (rank, event["mode"]) == (0, "sync")]
     assert 100 <= len(exposed_us) <= 200 and exposed_us[-1] > 980
     assert sorted(exposed_us)[len(exposed_us) // 2] == pytest.approx(500, abs=10), "the median stays"
+
+
+def test_a_window_counts_for_the_time_it_stands_for_and_its_bar_is_short(tmp_path: Path) -> None:
+    """Late in a long job windows are hours apart."""
+    pytest.importorskip("matplotlib")
+    slow = [{"rank": 1, "cause": "compute"}]
+    times_s = [*range(1, 101), 1100, 2100]
+    windows = [
+        {"kind": "window", "time_s": float(at), "step": at, "stragglers": slow if at in (50, 2100) else []}
+        for at in times_s
+    ]
+    story = read_story(a_run(tmp_path, {"events.jsonl": windows}))
+    assert sum(story.spans_s()) == 2100.0 and story.spans_s()[-1] == 1000.0
+    assert f"<td>{1001 / 2100:.0%}</td><td>compute</td>" in rank_table(story)
+    bars: list[tuple[float, float]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.axes.Axes.broken_barh", lambda axes, spans, *_, **more: bars.extend(spans))
+        ranks_svg(story)
+    assert bars == [(49.0, 1.0), (2097.0, 3.0)]
