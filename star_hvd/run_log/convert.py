@@ -21,6 +21,7 @@ MetricRow = tuple[str, float, int, int]
 """Key, value, time in ms since 1970, step."""
 
 _MANY_RANKS = 32  # With more ranks, MLflow gets only the spread over them; the event files have every rank.
+_WINDOWS, _RANK_WINDOWS = 4000, 500  # Sent until every second one is, then as many until every fourth one is, ...
 _PARAM_CHARS = 500  # Limit of the oldest servers; that of newer ones is 6,000.
 
 
@@ -81,6 +82,7 @@ class RunState:
         facts: Job facts, merged.
         segments: Segments so far; the last one is open.
         status: Status in the end event, None before it.
+        windows: Number of windows.
         reached: `time_to_target_s` and `steps_to_target` once `facts["target"]`, `accuracy>=0.95` for example, has been
             reached.
     """
@@ -93,6 +95,7 @@ class RunState:
         self.last_s = 0.0
         self.last_step = 0
         self.reached: dict[str, float] = {}
+        self.windows = 0
 
     def take(self, event: Mapping[str, Any]) -> None:
         """Add one event; damaged ones are ignored."""
@@ -106,6 +109,7 @@ class RunState:
             segment = Segment(len(self.segments), dict(event), time_s, time_s, step, step)
             self.segments.append(segment)
         elif kind == "window":
+            self.windows += 1
             self._advance(time_s, step)
             self._add_window(event)
         elif kind == "outcome":
@@ -166,8 +170,19 @@ class RunState:
                 target.append(value)
 
 
-def window_metrics(event: Mapping[str, Any], began_unix_s: float) -> Iterator[MetricRow]:
-    """Yield a window as metrics: the job's numbers, and every reading's spread over the ranks and values per rank."""
+def window_metrics(event: Mapping[str, Any], began_unix_s: float, position: int = 0) -> Iterator[MetricRow]:
+    """Yield a window as metrics: the job's numbers, and every reading's spread over the ranks and values per rank.
+
+    In MLflow every value is a row of about 270 bytes, in a database that all runs share. So the longer a run is, the
+    fewer of its windows are sent.
+
+    Args:
+        event: The window.
+        began_unix_s: Start of the run.
+        position: Number of windows before it in the event file, so that sending again chooses the same.
+    """
+    if not _is_sent(position, _WINDOWS):
+        return
     at_ms, step = _at_ms(event, began_unix_s), int(_number(event.get("step"), 0.0))
     for name, value in event.items():
         number = _number(value, math.nan)
@@ -180,10 +195,15 @@ def window_metrics(event: Mapping[str, Any], began_unix_s: float) -> Iterator[Me
             continue
         for part, value in (("min", min(known)), ("median", statistics.median(known)), ("max", max(known))):
             yield metric_name(f"{name}/{part}"), value, at_ms, step
-        if len(values) <= _MANY_RANKS:
+        if len(values) <= _MANY_RANKS and _is_sent(position, _RANK_WINDOWS):
             for rank, value in enumerate(values):
                 if math.isfinite(_number(value, math.nan)):
                     yield metric_name(f"rank{rank}/{name}"), float(value), at_ms, step
+
+
+def _is_sent(position: int, most: int) -> bool:
+    """Whether an entry is one of those sent: all of the first `most`, and `most / 2` of each further doubling."""
+    return position % (1 << (position // most).bit_length()) == 0
 
 
 def point_metric(event: Mapping[str, Any], began_unix_s: float) -> Iterator[MetricRow]:

@@ -170,7 +170,7 @@ class Sender:
                 if segment.outcome == event:
                     self._end_segment(segment.index)
         elif kind == "window":
-            return window_metrics(event, began_unix_s)
+            return window_metrics(event, began_unix_s, self.state.windows - 1)
         elif kind == "metric":
             return point_metric(event, began_unix_s)
         return ()
