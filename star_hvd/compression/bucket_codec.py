@@ -1,7 +1,8 @@
 """Lossy forms of one bucket with error feedback: what is not sent, the residual, is added to the next contribution.
 
 A contribution with little weight, as of the short last batch of an epoch, takes only a part of the residual with it.
-The sum is divided by the weights, so the whole residual would count a multiple of the gradients it comes from.
+The sum is divided by the weights, so the whole residual would count a multiple of the gradients it comes from. (Not so
+what is sent to one rank alone, which adds it to its own contribution.)
 
 Both forms are linear in what is sent, so that one sum over the ranks is the sum of their weighted contributions,
 whether these are whole gradients, late ones, those of unequal batches, or zeros.

@@ -182,12 +182,7 @@ class ServerSteps:
     # ---- training thread ------------------------------------------------------------------------------------
 
     def give(self, bucket: Bucket) -> None:
-        """Handle a complete gradient, and send it if pushes start early.
-
-        One that comes again as it was sent does so since `synchronize` was called before `step`: it has its weight.
-        """
-        if bucket.index in self._given and self._given[bucket.index] == _state_of(bucket.flat):
-            return
+        """Handle a complete gradient, and send it if pushes start early."""
         self._engine.outside_gradient()
         # Only `step` folds in a late gradient: no step may follow this backward pass.
         if self._early and not self.over and not self._engine.pending_weight:

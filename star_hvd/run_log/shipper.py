@@ -2,7 +2,7 @@
 
 It reads runs from its standard input, one JSON mapping per line: `directory`, `uri`, `experiment`. Rank 0 holds the
 other end, which closes when the job ends in any way. Then everything on disk is sent, and this process exits; it also
-exits after some time with nothing to send. If MLflow accepts nothing for two minutes after the job's end, the rest
+exits after some time with nothing to send. If MLflow accepts nothing for five minutes after the job's end, the rest
 stays in the runs' folders for `star-hvd sync-logs`.
 """
 
@@ -33,7 +33,9 @@ __all__ = ["Shipping", "main"]
 logger = logging.getLogger("star_hvd.run_log")
 
 _POLL_S, _SOON_S = 2.0, 0.2
-_LINGER_S = 120.0  # Creating MLflow's tables takes 5 s of CPU time, and this process gets little on a busy machine.
+_LINGER_S = 300.0
+"""Creating MLflow's tables takes 5 s of CPU time and many small writes to disk, of which this process gets few on a
+busy machine: 120 s were too short where 15 processes shared two cores."""
 _RANKS_S = 10.0
 _IDLE_S = 30.0
 _LARGEST_PAUSE_S = 60.0
@@ -113,9 +115,10 @@ class Shipping:
         self._wake = threading.Event()
         self._done = threading.Event()
         self._runs: deque[_Run] = deque()
+        self._sending: _Run | None = None  # That one, which is not in `_runs` meanwhile.
 
     def run(self) -> None:
-        """Send until everything is sent; exit the process if MLflow accepts nothing for two minutes after the job."""
+        """Send until everything is sent; exit the process if MLflow accepts nothing for five minutes after the job."""
         threading.Thread(target=self._listen, daemon=True).start()
         import_mlflow()
         self._note_progress()
@@ -137,7 +140,8 @@ class Shipping:
 
     def give_up(self, text: str) -> None:
         """Note in the folders of all remaining runs why they were not sent."""
-        for one in list(self._runs):
+        sending = self._sending
+        for one in (*([] if sending is None else [sending]), *self._runs):
             one.note(f"{text}; star-hvd sync-logs sends the rest")
 
     def _take(self) -> None:
@@ -154,13 +158,15 @@ class Shipping:
     def _round(self, over: bool) -> bool:
         """Send every run once, until one fails: the others would probably fail too, each after its deadline."""
         for _ in range(len(self._runs)):
-            one = self._runs.popleft()
+            one = self._sending = self._runs.popleft()
             try:
                 complete = one.send(over=over)
             except Exception as error:
                 one.note(f"not sent for now: {type(error).__name__}: {redacted(str(error))[:300]}")
                 self._runs.append(one)
+                self._sending = None
                 return False
+            self._sending = None
             if complete:
                 self._note_progress()
                 most_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024.0
@@ -182,7 +188,7 @@ class Shipping:
         self._wake.set()
 
     def _watch(self) -> None:
-        """Exit if a server hangs for two minutes after the job's end."""
+        """Exit if a server hangs for five minutes after the job's end."""
         while not self.over.wait(self._poll_s) and not self._done.is_set():
             # A process forked by some library in the job may hold the other end of the pipe open.
             if self._job is not None and not _is_alive(self._job):

@@ -533,7 +533,11 @@ class BucketCore:
             whole: Why the step may not overlap with the program; None if it may, and then it is not waited for.
             can_replay: Whether a helper can apply the mean as it is.
         """
-        self.run.note_step()
+        again = bool(self._outcome)  # Without another gradient since: `step` without `skip_synchronize`.
+        if again and self._outcome == "in mode" and self.driver.active_mode is not None:
+            return  # Servers have the gradient; `apply` finds what was changed since.
+        if not again:
+            self.run.note_step()
         self.finish_step()
         self._end_synchronized()
         self._accumulation.finish()
@@ -610,7 +614,10 @@ class BucketCore:
             step = (lambda row: None) if skip else None
             with self._step_under_way(), self._recorded_before_post_hooks():
                 value = engine.apply_own(result, step)
+            written = engine.replica.writes
             self.driver.end_of_step(was_late=False)
+            if self._writes and engine.replica.writes != written:
+                self._writes.superseded()
         elif outcome == "overlapped":
             assert self._overlap is not None
             self._overlap.begin()

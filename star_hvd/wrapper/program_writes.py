@@ -19,9 +19,10 @@ from star_hvd.engine.buckets import Bucket
 __all__ = ["ProgramWrites"]
 
 _COMPARED_STEPS = 4  # In these, memory is compared; later, tensor versions, which `param.data` does not raise.
-# Behind a change, for as many steps as would make another one a habit, memory is compared again: a version does not
-# tell a change from weights that were exchanged and put back.
+# Behind a change, for as many steps as would make another one a habit, memory is compared again where versions differ:
+# a version does not tell a change from weights that were exchanged and put back.
 _OFTEN_STEPS = 64  # Loading a state during training is one change; two changes within this many steps are a habit.
+_SAMPLE_BYTES = 1 << 14  # Of every parameter, compared then: all of it would take as long as a small network's step.
 _IN_A_ROW = 3  # So many steps with a write each are a habit even if no value changes yet, as with a bound not reached.
 
 
@@ -64,6 +65,10 @@ class ProgramWrites:
         for bucket in buckets:
             self._applied[bucket.index] = self._contents(bucket, self._steps + 1)
 
+    def superseded(self) -> None:
+        """Discard what `applied` recorded: other steps followed, from which a change of a hook cannot be told."""
+        self._applied = {}
+
     def discard(self) -> None:
         """Discard the record: parameters were added, or all ranks have received others."""
         self._left, self._applied, self._in_a_row = None, {}, 0
@@ -82,7 +87,7 @@ class ProgramWrites:
             written = any(versions != _versions(bucket) for bucket, (versions, _) in pairs)
             self._in_a_row = self._in_a_row + 1 if written else 0
             if self._in_a_row < _IN_A_ROW and all(
-                versions == _versions(bucket) if memory is None else memory == _checksum(bucket)
+                self._is_unchanged(bucket, versions, memory)
                 for bucket, (versions, memory) in zip(self._applier.buckets, left[1], strict=True)
             ):
                 return False
@@ -91,24 +96,33 @@ class ProgramWrites:
         first = self._steps <= _COMPARED_STEPS or self._in_a_row >= _IN_A_ROW
         return first or (before is not None and self._steps - before <= _OFTEN_STEPS)
 
+    def _is_unchanged(self, bucket: Bucket, versions: list[int], memory: int | None) -> bool:
+        first = self._steps <= _COMPARED_STEPS
+        if memory is None or (not first and versions == _versions(bucket)):
+            return versions == _versions(bucket)
+        return memory == _checksum(bucket, whole=first)
+
     def _contents(self, bucket: Bucket, step: int) -> tuple[list[int], int | None]:
         soon = self._changed_in is not None and step - self._changed_in <= _OFTEN_STEPS
-        compared = (soon or step <= _COMPARED_STEPS) and not self._applier.streams.devices
+        first = step <= _COMPARED_STEPS
+        compared = (soon or first) and not self._applier.streams.devices
         # Through the base class, to read it without waiting for a parameter behind a gate.
         with torch._C.DisableTorchFunctionSubclass():
-            return _versions(bucket), _checksum(bucket) if compared else None
+            return _versions(bucket), _checksum(bucket, whole=first) if compared else None
 
 
 def _versions(bucket: Bucket) -> list[int]:
     return [param._version for param in bucket.params]
 
 
-def _checksum(bucket: Bucket) -> int:
-    """Return a checksum of a bucket's parameters, which are in host memory.
+def _checksum(bucket: Bucket, *, whole: bool) -> int:
+    """Return a checksum of a bucket's parameters, or of a sample of each; they are in host memory.
 
     Not `Applier.checksum`: a sum does not change if values change places or signs, and takes longer.
     """
     value = 0
     for param in bucket.params:
-        value = zlib.crc32(param.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data, value)
+        flat = param.detach().contiguous().view(-1)
+        part = flat if whole else flat[: _SAMPLE_BYTES // flat.element_size()]
+        value = zlib.crc32(part.view(torch.uint8).numpy().data, value)
     return value

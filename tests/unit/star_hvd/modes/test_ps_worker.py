@@ -121,22 +121,6 @@ def test_buckets_are_sent_within_backward_and_the_push_has_their_number() -> Non
         assert rank.client.pushed[-1][0] == number
 
 
-@pytest.mark.parametrize("compressed", [False, True])
-def test_a_gradient_that_is_synchronized_before_the_step_is_weighed_and_compressed_once(compressed: bool) -> None:
-    """`step()` without `skip_synchronize` gives all buckets again."""
-    rank = Rank(compressed=Halving() if compressed else None)
-    rank.engine.own.weight = 0.5
-    rank.backward(8.0)
-    for bucket in rank.engine.applier.buckets:
-        rank.steps.give(bucket)
-    rank.steps.step(skip=False)
-    number, flats = rank.client.pushed[-1]
-    assert number == 1 and len(rank.client.given) == 3, "what was sent within backward is the push"
-    assert all(flat.tolist() == [2.0 if compressed else 4.0] * 16 + [0.5] for flat in flats)
-    assert rank.client.small == ({0: b"0", 2: b"1", 4: b"2"} if compressed else {})
-    assert rank.engine.counters.produced_weight == pytest.approx(0.5)
-
-
 CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
     "in place": lambda grad: grad.mul_(0.5),
     "data": lambda grad: grad.data.mul_(0.5),  # Has a version of its own.

@@ -356,6 +356,34 @@ def test_a_gradient_that_a_hook_replaces_is_the_one_that_a_mode_uses(monkeypatch
     assert pushed and all(bool((values == 0.5).all()) for values in pushed)
 
 
+def test_a_gradient_that_is_synchronized_before_the_step_is_given_to_servers_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`step()` without `skip_synchronize`: it was weighed twice, also if a hand-written clipping came in between."""
+    rank = Stepping(monkeypatch)
+    given: list[int] = []
+    rank.driver.switcher.active_mode = SimpleNamespace(  # type: ignore[misc, assignment]
+        give=lambda bucket: given.append(bucket.index)
+    )
+    monkeypatch.setattr(rank.driver, "give", rank.driver.switcher.active_mode.give)
+    pushed: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        rank.driver, "step_in_mode", lambda *, skip: pushed.extend(b.flat[:-1].clone() for b in rank.core.buckets)
+    )
+    counted: list[None] = []
+    monkeypatch.setattr(rank.core.run, "note_step", lambda: counted.append(None))
+    for number in (1, 2):
+        rank.backward()
+        rank.core.synchronize(manual=True)
+        for param in rank.inner.param_groups[0]["params"]:
+            param.grad = param.grad * 0.25
+        rank.core.synchronize(manual=False)
+        rank.apply()
+        assert given == sorted(given[: len(rank.core.buckets)]) * number
+        assert len(counted) == number, "one step each"
+    assert len(pushed) == 2 * len(rank.core.buckets) and all(bool((values == 0.25).all()) for values in pushed)
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("what", ["clamps", "looks", "none"])
 def test_a_hook_that_changes_parameters_behind_the_step_is_the_programs_own_change(
@@ -375,14 +403,14 @@ def test_a_hook_that_changes_parameters_behind_the_step_is_the_programs_own_chan
             for param in rank.inner.param_groups[0]["params"]:
                 param.sub_(0.1)
 
-    if late:
-        monkeypatch.setattr(rank.driver, "end_of_step", caught_up)
     if what != "none":
         rank.inner.register_step_post_hook(clamp)
-    for _ in range(2):
+    own = rank.driver.end_of_step
+    for follows in (True, False, False):  # Others' steps are applied behind the first one.
+        monkeypatch.setattr(rank.driver, "end_of_step", caught_up if late or follows else own)
         rank.backward()
         rank.core.synchronize(manual=False)
         rank.apply()
-    assert [("changes parameters" in reason) for reason in reasons] == [True] * (what == "clamps")
+    assert bool(reasons) == (what == "clamps") and all("changes parameters" in reason for reason in reasons)
     hooks = rank.inner.__dict__["_optimizer_step_post_hooks"]
     assert len(hooks) == (what != "none"), "only the program's own stay"
