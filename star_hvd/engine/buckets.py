@@ -109,8 +109,21 @@ class Bucket:
         if grad is None:
             view.zero_()
         elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
-            view.copy_(grad)
+            self._follow_format(position)
+            self.views[position].copy_(grad)
         self.show(position)
+
+    def _follow_format(self, position: int) -> None:
+        """Give a view the memory format that its parameter has by now: the program may change that after wrapping.
+
+        Fused optimizers pair values of a parameter and its gradient by their place in memory. As under Horovod, all
+        ranks have to change it alike.
+        """
+        param, view = self.params[position], self.views[position]
+        if param.stride() != view.stride() and (strides := memory_format_of(param)) != view.stride():
+            followed = view.as_strided(param.shape, strides, view.storage_offset())
+            self.views = (*self.views[:position], followed, *self.views[position + 1 :])
+            self._shown.pop(position, None)
 
     def show(self, position: int) -> None:
         """Let one parameter have what the buffer holds as its gradient.
