@@ -104,11 +104,11 @@ def residual_of_a_checkpoint(device: FakeDevice) -> list[float]:
         [bucket] = pack([torch.nn.Parameter(torch.zeros(SIDE, device=CUDA0))], 1 << 20)
         codec = BucketCodec(bucket, Streams([bucket], device), 2)
         bucket.flat.fill_(1.0 + 2.0**-13)
-        codec.encode(bucket.flat, HALF, given=True)
+        codec.encode(bucket.flat, HALF, weight=1.0)
         device.finish()
         residuals = codec.residuals()
     with device.on("H0"):
-        codec.encode(bucket.new_flat().fill_(3.0 + 2.0**-10), HALF, given=True)
+        codec.encode(bucket.new_flat().fill_(3.0 + 2.0**-10), HALF, weight=1.0)
         device.finish(device.stream("H0"))
     device.finish()
     assert residuals is not None
