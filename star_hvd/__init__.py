@@ -17,7 +17,6 @@ from horovod.torch import (
     ProcessSet,
     Product,
     Sum,
-    add_process_set,
     ccl_built,
     cross_rank,
     cross_size,
@@ -35,7 +34,6 @@ from horovod.torch import (
     nccl_built,
     poll,
     rank,
-    remove_process_set,
     rocm_built,
     size,
     sparse_allreduce_async,
@@ -55,6 +53,7 @@ from star_hvd.errors import (
     StarError,
 )
 from star_hvd.functions import (
+    add_process_set,
     allgather,
     allgather_async,
     allgather_object,
@@ -84,6 +83,7 @@ from star_hvd.functions import (
     join,
     reducescatter,
     reducescatter_async,
+    remove_process_set,
     shutdown,
     synchronize,
 )

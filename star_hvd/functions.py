@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import horovod.torch
 import torch
+from horovod.common import process_sets as horovod_sets
 from horovod.torch import functions as horovod_functions
 from horovod.torch import global_process_set, mpi_ops
 
@@ -37,6 +38,7 @@ from star_hvd.runtime.host_sets import make_host_sets
 from star_hvd.runtime.process_sets import prepare_init
 
 __all__ = [
+    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -66,6 +68,7 @@ __all__ = [
     "join",
     "reducescatter",
     "reducescatter_async",
+    "remove_process_set",
     "shutdown",
     "synchronize",
 ]
@@ -196,6 +199,26 @@ def _inactive_in(function: Callable[P, R], *, meets: bool = True) -> Callable[P,
     return wrapper
 
 
+def _of_all_ranks(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark this rank as inactive while all ranks change the process sets.
+
+    All of them call `function`, so its argument `process_set` is hidden from `_inactive_in`, which would take the call
+    for one of the set's members alone.
+    """
+
+    def change(*given: Any, **named: Any) -> R:
+        return function(*given, **named)
+
+    change.__name__ = function.__name__
+    inactive = _inactive_in(change)
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        return inactive(*inspect.signature(function).bind(*args, **kwargs).args)
+
+    return wrapper
+
+
 def _drivers() -> list[StepDriver]:
     run = runtime.current()
     if run is None or not run.trains or not run.in_training_thread():
@@ -271,6 +294,8 @@ _synchronize = _inactive_in(mpi_ops.synchronize, meets=False)  # In different or
 broadcast_parameters = _broadcasting(horovod_functions.broadcast_parameters, state=False)
 broadcast_object = _inactive_in(horovod_functions.broadcast_object)
 allgather_object = _inactive_in(horovod_functions.allgather_object)
+add_process_set = _of_all_ranks(horovod_sets.add_process_set)
+_remove_process_set = _of_all_ranks(horovod_sets.remove_process_set)
 
 
 @functools.partial(_broadcasting, state=True)
@@ -332,6 +357,13 @@ def synchronize(handle: Any) -> Any:
     if run is not None:
         run.joined.ended(handle)
     return result
+
+
+@functools.wraps(horovod_sets.remove_process_set)
+def remove_process_set(process_set: Any) -> bool:
+    if not process_set.process_set_id:  # Never added, or all ranks: Horovod answers at once.
+        return False
+    return bool(_remove_process_set(process_set))
 
 
 def join(*args: Any, **kwargs: Any) -> int:

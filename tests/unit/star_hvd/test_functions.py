@@ -17,10 +17,14 @@ from typing import Any
 
 import horovod.torch
 import pytest
+from horovod.common import process_sets as horovod_sets
 from horovod.torch import mpi_ops
 
 import star_hvd
 from star_hvd import functions
+from star_hvd.channel.messages.joins import JoinedRanks
+from star_hvd.errors import StarError
+from star_hvd.input.joined import Joined
 from star_hvd.runtime import runtime
 from tests.support.plain import horovod as horovod_plain
 
@@ -173,3 +177,62 @@ def test_what_a_broadcast_writes_is_not_the_programs_own_change(monkeypatch: pyt
     monkeypatch.setattr(runtime, "current", lambda: run)
     star_hvd.broadcast_parameters({}, root_rank=0)
     assert did == ["finish", "put back", "forget"]
+
+
+class Relaxed(Running):
+    """A runtime whose ranks are at different steps; notes what this rank is inactive in."""
+
+    mixed = meets = True
+
+    def __init__(self, joined: list[int]) -> None:
+        super().__init__(trains=True)
+        self.user_calls: collections.Counter[str] = collections.Counter()
+        self.met: list[str] = []
+        self.joined = Joined(lambda message: None, lambda: None, lambda what: None, self.user_calls)
+        self.joined.on_message(JoinedRanks(joined))
+
+    def finish_steps(self) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def meeting(self, reason: str, *, out_of_data: bool) -> Iterator[None]:
+        self.met.append(reason)
+        yield
+        self.met.append("left")
+
+
+class Sets:
+    """Horovod as far as it changes process sets."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+
+    def _add_process_set_impl(self, ranks: list[int]) -> int:
+        self.calls.append(ranks)
+        return 3
+
+    def _remove_process_set_impl(self, number: int) -> int:
+        self.calls.append([number])
+        return number
+
+
+def test_process_sets_are_changed_in_a_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks call both, members or not; the others must not wait for the gradients of those inside."""
+    run, sets = Relaxed(joined=[]), Sets()
+    monkeypatch.setattr(runtime, "current", lambda: run)
+    monkeypatch.setattr(horovod_sets, "_basics", sets)
+    made = star_hvd.add_process_set([1, 0])
+    assert made.ranks == [0, 1] and made.process_set_id == 3 and run.met == ["add_process_set", "left"]
+    assert star_hvd.remove_process_set(process_set=made) and made.process_set_id is None
+    assert run.met[2:] == ["remove_process_set", "left"] and sets.calls == [[0, 1], [3]]
+    assert not star_hvd.remove_process_set(made) and len(run.met) == 4, "Horovod, too, answers at once"
+    assert not star_hvd.remove_process_set(star_hvd.global_process_set) and len(run.met) == 4
+
+
+def test_no_process_set_is_added_while_ranks_are_in_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, sets = Relaxed(joined=[2]), Sets()
+    monkeypatch.setattr(runtime, "current", lambda: run)
+    monkeypatch.setattr(horovod_sets, "_basics", sets)
+    with pytest.raises(StarError, match=r"hvd\.add_process_set was called while ranks \[2\] are in hvd\.join"):
+        star_hvd.add_process_set(star_hvd.ProcessSet([0, 1]))
+    assert sets.calls == []
