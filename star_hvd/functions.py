@@ -294,8 +294,6 @@ _synchronize = _inactive_in(mpi_ops.synchronize, meets=False)  # In different or
 broadcast_parameters = _broadcasting(horovod_functions.broadcast_parameters, state=False)
 broadcast_object = _inactive_in(horovod_functions.broadcast_object)
 allgather_object = _inactive_in(horovod_functions.allgather_object)
-add_process_set = _of_all_ranks(horovod_sets.add_process_set)
-_remove_process_set = _of_all_ranks(horovod_sets.remove_process_set)
 
 
 @functools.partial(_broadcasting, state=True)
@@ -359,11 +357,26 @@ def synchronize(handle: Any) -> Any:
     return result
 
 
+@_of_all_ranks
+@functools.wraps(horovod_sets.add_process_set)
+def add_process_set(process_set: Any) -> Any:
+    run = runtime.current()
+    return horovod_sets.add_process_set(process_set) if run is None else run.services.sets.add_users(process_set)
+
+
+@_of_all_ranks
+@functools.wraps(horovod_sets.remove_process_set)
+def _remove_process_set(process_set: Any) -> bool:
+    run = runtime.current()
+    remove = horovod_sets.remove_process_set if run is None else run.services.sets.remove_users
+    return bool(remove(process_set))
+
+
 @functools.wraps(horovod_sets.remove_process_set)
 def remove_process_set(process_set: Any) -> bool:
     if not process_set.process_set_id:  # Never added, or all ranks: Horovod answers at once.
         return False
-    return bool(_remove_process_set(process_set))
+    return _remove_process_set(process_set)
 
 
 def join(*args: Any, **kwargs: Any) -> int:
@@ -386,15 +399,17 @@ def join(*args: Any, **kwargs: Any) -> int:
 
 _MARK = "_star_hvd_replaces"
 _LIBRARIES = ("star_hvd", "horovod")
+_WITHOUT_OPTIMIZER = ("add_process_set", "init", "remove_process_set", "shutdown")
 
 
 def needed(name: str) -> bool:
     """Whether a program that calls `name` of `horovod.torch` needs the function of this module.
 
-    Horovod's `init` would forget operations in flight, and its `shutdown` leave while other ranks still train.
+    Horovod's `init` would forget operations in flight, and its `shutdown` leave while other ranks still train. Process
+    sets may still be removed when the last optimizer is closed.
     """
     run = runtime.current()
-    return run is not None and (run.trains or name in ("init", "shutdown"))
+    return run is not None and (run.trains or name in _WITHOUT_OPTIMIZER)
 
 
 def replace_in_horovod(ours: Mapping[str, Callable[..., Any]]) -> None:

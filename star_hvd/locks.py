@@ -26,6 +26,7 @@ ORDER = (
     "HierarchicalCollective._changed",
     "ModeSwitcher._lock",
     "ModeServices._changed",
+    "SetKeeper._turn",
     "ServerSessions._changed",
     "ServerProcess._changed",
     "Line.changed",

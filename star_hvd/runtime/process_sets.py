@@ -1,7 +1,8 @@
 """Horovod process sets, added and removed while training runs, by a thread other than the training thread.
 
 All ranks, members or not, have to add and remove sets in the same order: a different order ends the job. So the
-coordinator's messages determine the order, and each rank's keeper follows them first in, first out.
+coordinator's messages determine the order, and each rank's keeper follows them first in, first out. Changes of the
+user's program, in its training thread, come between the same two of these orders on all ranks.
 """
 
 from __future__ import annotations
@@ -9,16 +10,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from horovod.common.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horovod.torch import mpi_ops
+from horovod.torch.functions import allgather_object
 
 from star_hvd import env, patches
+from star_hvd.locks import ordered_condition
 from star_hvd.threads import supervised
 
 __all__ = ["MAX_SETS", "SetKeeper", "prepare_init", "static_catalogue", "unavailable_reason"]
@@ -31,6 +35,8 @@ Ranks = tuple[int, ...]
 MAX_SETS = 16
 # With more ranks, the leave-one-out sets of a static catalogue (n sets of n - 1 ranks) cost more than they gain.
 _CATALOGUE_RANKS = 8
+
+_LOOK_S = 0.5  # Time between two checks in a wait.
 
 _DYNAMIC = "HOROVOD_DYNAMIC_PROCESS_SETS"
 
@@ -117,16 +123,23 @@ class SetKeeper:
         world_size: Number of ranks.
         on_done: Called in the keeper's thread after each add, with the ranks in ascending order and None, or the reason
             why there is no such set.
+        check: Called while a change of the user's waits; raises what makes waiting pointless.
     """
 
-    def __init__(self, world_size: int, on_done: Callable[[Ranks, str | None], None]) -> None:
+    def __init__(
+        self, world_size: int, on_done: Callable[[Ranks, str | None], None], check: Callable[[], None] = lambda: None
+    ) -> None:
         self._world_size = world_size
         self._world = tuple(range(world_size))
         self._on_done = on_done
+        self._check = check
         self._orders: queue.SimpleQueue[tuple[str, Ranks] | None] = queue.SimpleQueue()
         self._sets: dict[Ranks, ProcessSet] = {}
         self._foreign: set[Ranks] = set()
         self._keeps_all = bool(mpi_ops.nccl_built()) and patches.NCCL_REMOVAL not in patches.horovod_patches()
+        self._turn = ordered_condition("SetKeeper._turn")
+        self._begun = self._ended = 0  # Numbers of orders.
+        self._limit = math.inf  # No order after this many is begun.
         self._thread = supervised(self._run, "star-sets")
 
     def start(self) -> None:
@@ -141,6 +154,7 @@ class SetKeeper:
         The sets stay: Horovod frees them when it shuts down.
         """
         self._orders.put(None)
+        self._hold_back(math.inf)
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(deadline_s)
             if self._thread.is_alive():
@@ -172,16 +186,77 @@ class SetKeeper:
         """The ranks of all existing sets except the whole world."""
         return frozenset(self._sets)
 
+    # ---- changes of the user's --------------------------------------------------------------------------------
+
+    def add_users(self, given: ProcessSet | Sequence[int]) -> ProcessSet:
+        """Add a set for the user's program and return it; one that a plan uses is shared with the program.
+
+        Collective over all ranks of the job, at the same place in their programs; blocks.
+
+        Raises:
+            ValueError: The program has already added it, or Horovod cannot.
+        """
+        made = given if isinstance(given, ProcessSet) else ProcessSet(given)
+        ranks = tuple(made.ranks or ())
+        with self._between_orders():
+            if ranks not in self._sets or ranks in self._foreign:
+                return add_process_set(made)
+            made.process_set_id = self._sets[ranks].process_set_id
+            self._foreign.add(ranks)
+            return made
+
+    def remove_users(self, gone: ProcessSet) -> bool:
+        """Remove a set of the user's program; return whether it existed. Collective like `add_users`."""
+        with self._between_orders():
+            return bool(remove_process_set(gone))
+
+    @contextlib.contextmanager
+    def _between_orders(self) -> Iterator[None]:
+        """Run the block after the same order on all ranks. Collective.
+
+        With orders held back everywhere, none after the last that any rank has begun can begin; once all ranks have
+        carried out that one too, which each of them gets, they have the same orders behind and before them. Orders are
+        held back only when all ranks are here: a plan that needs a set must not wait for a slow rank's program.
+        """
+        mpi_ops.barrier()
+        begun = self._hold_back(0)
+        try:
+            last = max(allgather_object(begun, name="star.sets.begun"))
+            self._hold_back(last)
+            while not self._has_ended(last):
+                self._check()
+            yield
+        finally:
+            self._hold_back(math.inf)
+
+    def _hold_back(self, limit: float) -> int:
+        """Let no order after the first `limit` begin; return how many have begun."""
+        with self._turn:
+            self._limit = limit
+            self._turn.notify_all()
+            return self._begun
+
+    def _has_ended(self, count: int) -> bool:
+        """Wait for a moment until `count` orders have been carried out; return whether they have."""
+        with self._turn:
+            return self._turn.wait_for(lambda: self._ended >= count, _LOOK_S)
+
     # ---- the keeper's thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while (order := self._orders.get()) is not None:
+            with self._turn:
+                self._turn.wait_for(lambda: self._begun < self._limit)
+                self._begun += 1
             what, ranks = order
             if what == "add":
                 reason = self._add(ranks)
                 self._tell(tuple(sorted(ranks)), reason)
             else:
                 self._remove(tuple(sorted(ranks)))
+            with self._turn:
+                self._ended += 1
+                self._turn.notify_all()
 
     def _tell(self, ranks: Ranks, reason: str | None) -> None:
         try:

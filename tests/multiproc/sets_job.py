@@ -87,6 +87,31 @@ def taken_over() -> dict[str, Any]:
     return {"reason": reason, "same": same, "sum": sums}
 
 
+def users() -> dict[str, Any]:
+    """The program changes sets while orders reach the ranks at different times."""
+    told, rank, sums, numbers = Told(), int(hvd.rank()), [], []
+    orders = [("add", (0, 1)), ("add", (1, 2)), ("remove", (0, 1)), ("add", (0, 2)), ("remove", (1, 2))] * TRIALS
+
+    def give() -> None:
+        for place, (what, ranks) in enumerate(orders):
+            time.sleep(0.1 * ((place + rank) % 3))
+            getattr(told.keeper, what)(ranks)
+
+    giver = threading.Thread(target=give)
+    giver.start()
+    for trial in range(2 * TRIALS):
+        time.sleep(0.1 * ((trial * rank) % 3))
+        made = told.keeper.add_users([0, 1] if trial % 2 else [2])
+        if rank in made.ranks:
+            sums.append(total(10.0**rank, f"users{trial}", made))
+        numbers.append(told.keeper.remove_users(made) and made.process_set_id is None)
+    giver.join(DEADLINE_S)
+    reasons = {told.news.get(timeout=DEADLINE_S)[1] for what, _ in orders if what == "add"}
+    found = total(10.0**rank, "found", told.keeper.get((0, 2))) if rank != 1 else 0.0
+    told.keeper.stop(DEADLINE_S)
+    return {"sums": sums, "removed": all(numbers), "reasons": sorted(map(str, reasons)), "found": found}
+
+
 def static() -> dict[str, Any]:
     """Horovod without dynamic sets: those made at the start can be used, others not."""
     told = Told()
@@ -166,7 +191,7 @@ def frozen_in_a_change() -> dict[str, Any]:
 
 
 SCENARIOS: dict[str, Callable[[], dict[str, Any]]] = {
-    f.__name__: f for f in (keeper, taken_over, static, over_hosts, frozen, frozen_in_a_change)
+    f.__name__: f for f in (keeper, taken_over, users, static, over_hosts, frozen, frozen_in_a_change)
 }
 
 

@@ -39,6 +39,15 @@ def test_a_set_of_the_users_is_used_and_left_alone() -> None:
         assert facts["reason"] is None and facts["same"]
 
 
+def test_programs_change_sets_while_orders_come_at_different_times() -> None:
+    result = job("users")
+    trials = [facts["sums"] for facts in result.results]
+    assert trials == [[11.0] * TRIALS, [11.0] * TRIALS, [100.0] * TRIALS]
+    assert [facts["found"] for facts in result.results] == [101.0, 0.0, 101.0]
+    for facts in result.results:
+        assert facts["reasons"] == ["None"] and facts["removed"]
+
+
 def test_without_dynamic_sets_those_made_at_the_start_are_used() -> None:
     assert static_catalogue(RANKS) == [(0, 1), (0, 2), (1, 2)]
     result = job("static", HOROVOD_DYNAMIC_PROCESS_SETS="0")

@@ -179,6 +179,13 @@ def test_what_a_broadcast_writes_is_not_the_programs_own_change(monkeypatch: pyt
     assert did == ["finish", "put back", "forget"]
 
 
+class Keeper:
+    """Passes on to Horovod at once."""
+
+    add_users = staticmethod(horovod_sets.add_process_set)
+    remove_users = staticmethod(horovod_sets.remove_process_set)
+
+
 class Relaxed(Running):
     """A runtime whose ranks are at different steps; notes what this rank is inactive in."""
 
@@ -188,6 +195,7 @@ class Relaxed(Running):
         super().__init__(trains=True)
         self.user_calls: collections.Counter[str] = collections.Counter()
         self.met: list[str] = []
+        self.services = types.SimpleNamespace(sets=Keeper())
         self.joined = Joined(lambda message: None, lambda: None, lambda what: None, self.user_calls)
         self.joined.on_message(JoinedRanks(joined))
 

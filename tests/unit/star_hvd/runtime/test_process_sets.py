@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from star_hvd import patches
+from star_hvd.errors import StarError
 from star_hvd.runtime import process_sets
 from star_hvd.runtime.process_sets import MAX_SETS, SetKeeper, prepare_init, static_catalogue, unavailable_reason
 from tests.support.effort import cases
@@ -68,9 +69,9 @@ def horovod(monkeypatch: pytest.MonkeyPatch) -> Iterator[Horovod]:
 
 
 class Told:
-    def __init__(self) -> None:
+    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
         self.news: queue.SimpleQueue[tuple[tuple[int, ...], str | None]] = queue.SimpleQueue()
-        self.keeper = SetKeeper(WORLD, lambda ranks, reason: self.news.put((ranks, reason)))
+        self.keeper = SetKeeper(WORLD, lambda ranks, reason: self.news.put((ranks, reason)), check)
         self.keeper.start()
 
     def add(self, *ranks: int) -> str | None:
@@ -235,6 +236,87 @@ def test_two_ranks_with_the_same_orders_make_the_same_calls(orders: list[tuple[s
             assert keeper.made == set(found.sets)
             logs.append(found.log)
     assert logs[0] == logs[1]
+
+
+# ---- changes of the user's -----------------------------------------------------------------------------------------
+
+
+def _alone(monkeypatch: pytest.MonkeyPatch, begun_elsewhere: int = 0) -> None:
+    """The other ranks are in the same call of the user's, and have begun so many orders."""
+    monkeypatch.setattr(process_sets.mpi_ops, "barrier", lambda: None)
+    monkeypatch.setattr(process_sets, "allgather_object", lambda begun, name: [begun, begun_elsewhere])
+
+
+def test_a_users_set_comes_behind_the_last_order_begun_on_any_rank(
+    horovod: Horovod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise ranks register sets in different orders, and Horovod ends the job."""
+    _alone(monkeypatch, begun_elsewhere=2)
+    looks, done = threading.Semaphore(0), threading.Event()
+    told = Told(looks.release)
+    assert told.add(0, 1) is None
+    changed: list[Any] = []
+
+    def program() -> None:
+        changed.append(told.keeper.add_users([2, 3]))
+        done.set()
+
+    thread = threading.Thread(target=program)
+    thread.start()
+    for _ in range(2):
+        assert looks.acquire(timeout=WAIT_S)
+    assert horovod.log == [("add", (0, 1))], "the second order has not come yet"
+    add = horovod.add
+
+    def slow(made: Any) -> Any:  # The third order comes while the user's call is under way.
+        if tuple(made.ranks) == (2, 3):
+            told.keeper.add((0, 3))
+            assert not done.wait(0.2)
+        return add(made)
+
+    monkeypatch.setattr(process_sets, "add_process_set", slow)
+    told.keeper.add((1, 2))
+    thread.join(WAIT_S)
+    told.keeper.stop(WAIT_S)
+    assert [ranks for _, ranks in horovod.log] == [(0, 1), (1, 2), (2, 3), (0, 3)]
+    assert changed[0].process_set_id == horovod.sets[2, 3]
+
+
+def test_orders_go_on_when_a_users_change_fails(horovod: Horovod, monkeypatch: pytest.MonkeyPatch) -> None:
+    _alone(monkeypatch)
+    told = Told()
+    told.keeper.add_users([0, 1])
+    with pytest.raises(ValueError, match="duplicate"):
+        told.keeper.add_users([0, 1])
+    assert told.add(1, 2) is None
+    told.keeper.stop(WAIT_S)
+
+
+def test_what_ends_waits_ends_a_users_change(horovod: Horovod, monkeypatch: pytest.MonkeyPatch) -> None:
+    _alone(monkeypatch, begun_elsewhere=1)
+
+    def lost() -> None:
+        raise StarError("rank 0 is gone")
+
+    told = Told(lost)
+    with pytest.raises(StarError, match="rank 0 is gone"):
+        told.keeper.add_users([0, 1])
+    assert horovod.log == []
+    assert told.add(1, 2) is None
+    told.keeper.stop(WAIT_S)
+
+
+def test_the_keepers_set_is_shared_with_a_user_who_adds_it(horovod: Horovod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program cannot know which sets plans use: without STAR it would be the first to add this one."""
+    _alone(monkeypatch)
+    told = Told()
+    told.add(0, 1)
+    made = told.keeper.add_users([1, 0])
+    assert made.process_set_id == horovod.sets[0, 1] and horovod.log == [("add", (0, 1))]
+    told.keeper.remove((0, 1))
+    told.add(1, 2)
+    assert (0, 1) in horovod.sets, "it is the user's now"
+    told.keeper.stop(WAIT_S)
 
 
 # ---- init ---------------------------------------------------------------------------------------------------------
