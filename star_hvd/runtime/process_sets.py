@@ -170,9 +170,9 @@ class SetKeeper:
     def remove(self, ranks: Iterable[int]) -> None:
         """Remove a set that is no longer used; return at once. Collective like `add`.
 
-        Tensors still queued on it fail. Does nothing if the set is unknown, the whole world, or made at the start or by
-        the user; nor under NCCL without the patch that removes communicators with their set: a later set with the same
-        number would get the ranks of the earlier one.
+        Tensors still queued on it fail. Does nothing if the set is unknown, the whole world, or made at the start; nor
+        under NCCL without the patch that removes communicators with their set: a later set with the same number would
+        get the ranks of the earlier one. A set of the user's is only forgotten: the user may remove it any time later.
         """
         self._orders.put(("remove", tuple(ranks)))
 
@@ -206,9 +206,17 @@ class SetKeeper:
             return made
 
     def remove_users(self, gone: ProcessSet) -> bool:
-        """Remove a set of the user's program; return whether it existed. Collective like `add_users`."""
+        """Remove a set of the user's program; return whether it existed. Collective like `add_users`.
+
+        One that a plan may use remains, without the program, until the coordinator orders its removal.
+        """
+        ranks = tuple(gone.ranks or ())
         with self._between_orders():
-            return bool(remove_process_set(gone))
+            if ranks not in self._sets or not _dynamic():
+                return bool(remove_process_set(gone))
+            self._foreign.discard(ranks)
+            gone.process_set_id = None  # As Horovod does.
+            return True
 
     @contextlib.contextmanager
     def _between_orders(self) -> Iterator[None]:
@@ -289,9 +297,12 @@ class SetKeeper:
         return None
 
     def _remove(self, ranks: Ranks) -> None:
-        if self._keeps_all or ranks in self._foreign or ranks not in self._sets:
+        if self._keeps_all or ranks in _static or ranks not in self._sets:
             return
         gone = self._sets.pop(ranks)
+        if ranks in self._foreign:
+            self._foreign.remove(ranks)
+            return
         try:
             if not remove_process_set(gone):
                 logger.warning("Horovod knows no process set %s to remove", list(ranks))

@@ -319,6 +319,40 @@ def test_the_keepers_set_is_shared_with_a_user_who_adds_it(horovod: Horovod, mon
     told.keeper.stop(WAIT_S)
 
 
+def test_a_set_that_the_user_removes_is_the_keepers_from_then_on(
+    horovod: Horovod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan may use it; under its old number Horovod would soon have another set, or none."""
+    _alone(monkeypatch)
+    told = Told()
+    users = told.keeper.add_users([0, 1])
+    assert told.add(0, 1) is None
+    assert told.keeper.remove_users(users) and users.process_set_id is None
+    found = told.keeper.get((0, 1))
+    assert found is not None and horovod.sets == {(0, 1): found.process_set_id}
+    again = told.keeper.add_users([0, 1])
+    assert again.process_set_id == found.process_set_id and told.keeper.remove_users(again)
+    told.keeper.remove((0, 1))
+    told.keeper.stop(WAIT_S)
+    assert horovod.log == [("add", (0, 1)), ("remove", (0, 1))]
+
+
+def test_a_users_set_that_no_plan_needs_any_more_is_the_users_alone(
+    horovod: Horovod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _alone(monkeypatch)
+    told = Told()
+    users = told.keeper.add_users([0, 1])
+    told.add(0, 1)
+    told.keeper.remove((0, 1))
+    told.add(2, 3)
+    assert told.keeper.get((0, 1)) is None
+    assert told.keeper.remove_users(users)
+    assert told.add(0, 1) is None and (0, 1) in horovod.sets, "it is made anew"
+    told.keeper.stop(WAIT_S)
+    assert [ranks for what, ranks in horovod.log if what == "remove"] == [(0, 1)]
+
+
 # ---- init ---------------------------------------------------------------------------------------------------------
 
 
