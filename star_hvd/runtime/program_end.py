@@ -16,8 +16,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["failed", "forget", "watch"]
+__all__ = ["failed", "forget", "handling_error", "watch"]
 
+_NO_ERRORS = (StopIteration, StopAsyncIteration, GeneratorExit)  # The end of the data, or of a generator.
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RESUME")
 
 _failed: bool | None = None  # None while unknown.
@@ -42,6 +43,17 @@ def failed() -> bool:
     if _failed is not None:
         return _failed
     return _module is not None and _left(_module) and dis.opname[_module.f_code.co_code[_module.f_lasti]] not in _ENDS
+
+
+def handling_error() -> bool:
+    """Whether the caller is in a `finally`, `except` or `__exit__` because of an error; one handled before is over.
+
+    The main module is still running there, and whether it will be left by the error is not known yet.
+    """
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        return error.code not in (None, 0)
+    return error is not None and not isinstance(error, _NO_ERRORS)
 
 
 def forget() -> None:

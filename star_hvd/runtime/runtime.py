@@ -141,12 +141,16 @@ def on_reset() -> None:
 
 
 def shutdown() -> None:
-    """Wait until all ranks have finished, contributing to the steps of those that have not; then stop."""
+    """Wait until all ranks have finished, contributing to the steps of those that have not; then stop.
+
+    A rank that is here because of an error, in a `finally` for example, waits for nobody.
+    """
     global _current, _continues
     forget_unlogged()
     _continues &= env.elastic()  # What is trained after a new `init` is another training.
     if _current is not None:
-        _current.stop(drain=not program_end.failed())
+        failed = program_end.failed() or program_end.handling_error()
+        _current.stop(drain=not failed, failed=failed)
         _current = None
 
 
@@ -594,11 +598,12 @@ class Runtime:
         """Whether it has been stopped: Horovod was shut down, or this rank's world is gone."""
         return self._stopped
 
-    def stop(self, *, drain: bool) -> None:
+    def stop(self, *, drain: bool, failed: bool = False) -> None:
         """Stop the threads and close the sockets.
 
         Args:
             drain: First wait until all ranks have finished; until then the helpers contribute for this rank.
+            failed: Whether an error is the reason, so that the log says so.
         """
         if self._stopped or os.getpid() != self._pid:
             return
@@ -616,7 +621,7 @@ class Runtime:
                 logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
         for driver in self.drivers.values():
             driver.stop()
-            _close_log(driver, ended=drain)
+            _close_log(driver, ended=drain, failed=failed)
         if drain and self.rank == 0 and self._next_optimizer_id:
             check_curves(self._curves)
         if hasattr(self, "services"):  # `start` may have failed halfway.
@@ -720,11 +725,11 @@ def _shared_folder(*, wanted: bool) -> PrivateFolder | None:
     return None
 
 
-def _close_log(driver: StepDriver, *, ended: bool) -> None:
+def _close_log(driver: StepDriver, *, ended: bool, failed: bool = False) -> None:
     """Close an optimizer's log; one that has not `ended` goes on in a new world, with a log of its own."""
     log = driver.reporter.log
     if log is not None:
-        failed = program_end.failed() or driver.engine.failure is not None
+        failed = failed or program_end.failed() or driver.engine.failure is not None
         log.close("FAILED" if failed else "FINISHED" if ended else "KILLED")
 
 

@@ -59,3 +59,41 @@ def test_a_hook_put_over_ours_is_called_once_after_a_second_start(tmp_path: Path
     path.write_text(f"{WATCHED}{over}program_end.watch()\nraise ValueError\n", encoding="utf-8")
     ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120.0, check=False)
     assert ended.stdout.split() == ["theirs", "failed"], ended.stderr
+
+
+END = """
+class Block:
+    def __enter__(self):
+        return self
+    def __exit__(self, *error):
+        end()
+def end():
+    print("failed" if program_end.failed() or program_end.handling_error() else "finished")
+def leave(error):
+    raise error
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "failed"),
+    [
+        ("try:\n    leave(ValueError())\nfinally:\n    end()", True),
+        ("try:\n    leave(KeyboardInterrupt())\nfinally:\n    end()", True),
+        ("try:\n    leave(ValueError())\nexcept ValueError:\n    end()", True),
+        ("with Block():\n    leave(ValueError())", True),
+        ("try:\n    sys.exit(3)\nfinally:\n    end()", True),
+        ("try:\n    leave(SystemExit('a reason'))\nfinally:\n    end()", True),
+        ("try:\n    sys.exit()\nfinally:\n    end()", False),
+        ("try:\n    leave(SystemExit(0))\nfinally:\n    end()", False),
+        ("with Block():\n    pass", False),
+        ("try:\n    pass\nfinally:\n    end()", False),
+        ("try:\n    leave(ValueError())\nexcept ValueError:\n    pass\nend()", False),
+        ("try:\n    next(iter([]))\nexcept StopIteration:\n    end()", False),
+    ],
+)
+def test_a_rank_that_is_shut_down_on_its_way_out(tmp_path: Path, program: str, failed: bool) -> None:
+    """Its main module is still running then, so only the error being handled tells how it ends."""
+    path = tmp_path / "program_that_ends.py"
+    path.write_text(WATCHED.replace("atexit.register", "id") + END + program + "\n", encoding="utf-8")
+    ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120.0, check=False)
+    assert ended.stdout.split() == ["failed" if failed else "finished"], ended.stderr

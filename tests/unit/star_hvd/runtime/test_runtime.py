@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,6 +11,7 @@ import pytest
 
 from star_hvd.config import Config
 from star_hvd.errors import RankLostError
+from star_hvd.runtime import runtime
 from star_hvd.runtime.runtime import Runtime
 
 
@@ -39,6 +41,9 @@ class Leaving(Runtime):
         self.agent, self.tensors = parts.part("agent", "stop", "send"), parts.part("tensors", "stop")
         self.coordinator, self.keyring = parts.part("coordinator", "stop"), parts.part("keyring", "close")
 
+    def start(self) -> None:
+        pass
+
     def finish_steps(self) -> None:
         pass
 
@@ -64,3 +69,27 @@ def test_a_run_that_a_reset_ends_has_not_finished(drain: bool, failure: Exceptio
     leaving.drivers[0] = cast(Any, driver)
     leaving.stop(drain=drain)
     assert closed == [status]
+
+
+@pytest.mark.parametrize("error", [None, ValueError("diverged"), SystemExit(0)])
+def test_a_shutdown_on_the_way_out_of_an_error_does_not_count_as_the_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: BaseException | None
+) -> None:
+    """The others would train on without a rank that crashed, and its log would say that it had finished."""
+    closed: list[str] = []
+    leaving = Leaving(Parts())
+    reporter = SimpleNamespace(log=SimpleNamespace(close=closed.append))
+    engine = SimpleNamespace(failure=None)
+    leaving.drivers[0] = cast(Any, SimpleNamespace(engine=engine, failure=None, reporter=reporter, stop=lambda: None))
+    monkeypatch.setattr(runtime, "Runtime", lambda config: leaving)
+    monkeypatch.setattr(runtime.mpi_ops, "is_initialized", lambda: True)
+    runtime.ensure(leaving.config)
+    with contextlib.suppress(ValueError, SystemExit):
+        try:
+            if error is not None:
+                raise error
+        finally:
+            runtime.shutdown()
+    failed = isinstance(error, ValueError)
+    assert closed == ["FAILED" if failed else "FINISHED"]
+    assert ("rank 1 has left" in caplog.text) is not failed, "whether it asked to be waited for"
