@@ -70,6 +70,12 @@ _state.set_handler_registry(
 )  # fmt: skip
 
 
+def _place_in_commit(handler: Any) -> int:
+    """Return when a handler saves: a loader last, since parameters must not be ahead of the samples in its epoch."""
+    kinds = (_state.OptimizerStateHandler, _state.ModelStateHandler)
+    return next((place for place, kind in enumerate(kinds) if isinstance(handler, kind)), len(kinds))
+
+
 class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyped.
     """State of an elastic job; see `horovod.torch.elastic.TorchState`.
 
@@ -83,6 +89,12 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
     which others take over may commit behind its only micro-batch, at the end of the step: ranks that commit inside the
     step would wait for it, and it would end the step without their gradients.
     """
+
+    def save(self) -> None:
+        """Save the state; optimizers first, whose `state_dict` may bring the model to the newest step."""
+        for handler in sorted(self._handlers.values(), key=_place_in_commit):
+            handler.save()
+        ObjectState.save(self)
 
     def commit(self) -> None:
         """Save the state, and check whether hosts were added or removed. Collective."""

@@ -8,8 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch import elastic as horovod_elastic
+from horovod.torch.elastic import sampler
 
 from star_hvd import elastic
 from star_hvd.runtime import runtime
@@ -37,7 +40,7 @@ def running(monkeypatch: pytest.MonkeyPatch) -> Running:
 def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What Horovod's state was asked for."""
     found: list[str] = []
-    monkeypatch.setattr(horovod_elastic.TorchState, "save", lambda self: found.append("save"))
+    monkeypatch.setattr(ObjectState, "save", lambda self: found.append("save"))
     monkeypatch.setattr(horovod_elastic.TorchState, "check_host_updates", lambda self: found.append("check"))
     return found
 
@@ -91,3 +94,43 @@ def test_after_a_change_of_hosts_attributes_continue_where_the_parameters_do(
     assert not interrupt.value.skip_sync, "ranks may be at different steps"
     horovod_elastic.TorchState.restore(state)  # What `sync` would broadcast.
     assert state.batch == 15
+
+
+class Behind(torch.optim.SGD):
+    """An optimizer whose `state_dict` brings its rank to the newest step, as in modes whose state is elsewhere."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__([weight], lr=0.1)
+        self.weight, self.newest = weight, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        with torch.no_grad():
+            self.weight.fill_(self.newest)
+        self.state[self.weight]["step"] = torch.tensor(float(self.newest))
+        return super().state_dict()
+
+
+def test_a_commit_holds_a_model_and_an_optimizer_of_one_step() -> None:
+    """Horovod saves the model first."""
+    net = torch.nn.Linear(1, 1, bias=False)
+    optimizer = Behind(net.weight)
+    state = elastic.TorchState(model=net, optimizer=optimizer)
+    optimizer.newest = 7  # Others have made steps meanwhile.
+    state.save()
+    with torch.no_grad():
+        net.weight.fill_(9.0)
+    horovod_elastic.TorchState.restore(state)
+    assert net.weight.item() == optimizer.state[net.weight]["step"].item() == 7.0
+
+
+def test_a_commit_saves_what_the_samples_are_counted_by_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    saved: list[str] = []
+    monkeypatch.setattr(sampler, "size", lambda: 1)
+    monkeypatch.setattr(sampler, "rank", lambda: 0)
+    net = torch.nn.Linear(1, 1)
+    samples = elastic.ElasticSampler([0])
+    state = elastic.TorchState(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), samples=samples, batch=1)
+    for kind in (torch.nn.Linear, torch.optim.SGD, elastic.ElasticSampler):
+        monkeypatch.setattr(kind, "state_dict", lambda self: saved.append(type(self).__name__))
+    state.save()
+    assert saved == ["SGD", "Linear", "ElasticSampler"]
