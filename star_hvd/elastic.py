@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -129,7 +129,9 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
         except HostsUpdatedInterrupt as interrupt:
             # Where hosts have only left, too: ranks may be at different steps, and loaders go on from what is synced.
             interrupt.skip_sync = False
-            # Parameters stay as they are: attributes and loaders must not go back to the last commit.
+            # Parameters stay as they are: attributes and loaders must not go back to the last commit, and an optimizer
+            # not to the state it had when it was last asked for it. Its servers end with this world.
+            _refresh_optimizers(self)
             ObjectState.save(self)
             for handler in self._handlers.values():
                 if isinstance(handler, _LoaderHandler):
@@ -178,8 +180,23 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _restart(state: Any) -> None:
     """Attach the optimizers in `state` to the current world, unless they are attached already."""
+    for wrapped in _optimizers(state):
+        wrapped._star.restart()
+
+
+def _refresh_optimizers(state: Any) -> None:
+    """Get the newest state of the optimizers in `state`, as far as the world that ends still provides it."""
+    for wrapped in _optimizers(state):
+        try:
+            wrapped._star.refresh_state()
+        except (HorovodInternalError, StarError) as error:
+            logger.warning("an optimizer continues in the new world with the state it has: %s", error)
+
+
+def _optimizers(state: Any) -> Iterator[Any]:
+    """Yield the wrapped optimizers in `state`."""
     for value in vars(state).values():
         if isinstance(value, torch.optim.Optimizer):
             wrapped = value.__dict__.get("_star_wrapped", lambda: None)()
             if wrapped is not None:
-                wrapped._star.restart()
+                yield wrapped

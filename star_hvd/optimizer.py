@@ -356,6 +356,11 @@ class _Wrapper:
             return "a compressor other than none, fp16 and auto"
         return None
 
+    def refresh_state(self) -> None:
+        """Get the optimizer's state, and parameters of the same step, where servers or other ranks hold it."""
+        if isinstance(self.core, BucketCore):
+            self.core.refresh_state()
+
     def restart(self) -> None:
         """Continue after Horovod was initialized again (elastic)."""
         run = runtime.ensure(self.given["config"])
@@ -546,8 +551,7 @@ class _Methods:
         `partial` and `local`, while the program has other weights in the place of the parameters, it changes nothing:
         the state is that of the parameters that the program will put back.
         """
-        if isinstance(self._star.core, BucketCore):
-            self._star.core.refresh_state()
+        self._star.refresh_state()
         state = dict(self._star.base.state_dict(self))  # type: ignore[arg-type]
         if isinstance(self._star.core, BucketCore):
             self._star.core.save_residuals(state)

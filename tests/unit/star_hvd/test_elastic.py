@@ -5,16 +5,18 @@ Also what the state continues from when hosts were added or removed.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from horovod.common.elastic import ObjectState
-from horovod.common.exceptions import HostsUpdatedInterrupt
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.torch import elastic as horovod_elastic
 from horovod.torch.elastic import sampler
 
 from star_hvd import elastic
+from star_hvd.errors import RankLostError
 from star_hvd.runtime import runtime
 
 
@@ -134,3 +136,29 @@ def test_a_commit_saves_what_the_samples_are_counted_by_last(monkeypatch: pytest
         monkeypatch.setattr(kind, "state_dict", lambda self: saved.append(type(self).__name__))
     state.save()
     assert saved == ["SGD", "Linear", "ElasticSampler"]
+
+
+@pytest.mark.parametrize("error", [None, RankLostError("rank 1 has left"), HorovodInternalError("gone")])
+def test_after_a_change_of_hosts_the_optimizer_continues_where_the_parameters_do(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None
+) -> None:
+    """Servers hold its state until their world ends; the rank's own is of when it was last asked for."""
+    asked: list[str] = []
+
+    def refresh_state() -> None:
+        asked.append("state")
+        if error is not None:
+            raise error
+
+    def changed(self: Any) -> None:
+        raise HostsUpdatedInterrupt(False)
+
+    monkeypatch.setattr(runtime, "current", lambda: None)
+    monkeypatch.setattr(horovod_elastic.TorchState, "check_host_updates", changed)
+    monkeypatch.setattr(ObjectState, "save", lambda self: asked.append("attributes"))
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    wrapped = SimpleNamespace(_star=SimpleNamespace(refresh_state=refresh_state))
+    vars(optimizer)["_star_wrapped"] = lambda: wrapped
+    with pytest.raises(HostsUpdatedInterrupt):
+        elastic.TorchState(optimizer=optimizer).check_host_updates()
+    assert asked == ["state", "attributes"]
