@@ -1,9 +1,10 @@
 """How the user's program ended: finished, or with an error that must end the job as under plain Horovod.
 
 A rank that has finished waits for the others and contributes to their steps; one that failed must not. Exceptions reach
-`sys.excepthook`. A `SystemExit` does not, so `sys.exit`, `exit` and `quit` are wrapped. For a `SystemExit` raised by
-hand, the instruction at which the main module was left is examined: an exception out of a call is an exit in the
-middle, while a module that ends with `raise SystemExit(main())` has finished.
+`sys.excepthook`. A `SystemExit` does not, so the instruction at which the main module was left is examined: an
+exception out of a call is an exit in the middle, while a module that ends with `raise SystemExit(main())` has finished.
+Whether an exit in the middle is an error is known from `sys.exit`, `exit` and `quit`, which are wrapped to note the
+status; of a `SystemExit` raised by hand it is assumed. A program may catch its exit and go on.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ __all__ = ["failed", "forget", "handling_error", "watch"]
 _NO_ERRORS = (StopIteration, StopAsyncIteration, GeneratorExit)  # The end of the data, or of a generator.
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RESUME")
 
-_failed: bool | None = None  # None while unknown.
+_failed = False  # Whether an exception has left the program.
+_exit_failed: bool | None = None  # Whether the last `sys.exit` had the status of an error; None if there was none.
 _module: FrameType | None = None  # Frame of the main module.
 
 
@@ -40,9 +42,11 @@ def watch() -> None:
 
 def failed() -> bool:
     """Whether the program ended with an error; called at interpreter exit, or earlier by `shutdown`."""
-    if _failed is not None:
-        return _failed
-    return _module is not None and _left(_module) and dis.opname[_module.f_code.co_code[_module.f_lasti]] not in _ENDS
+    if _failed:
+        return True
+    if _module is None:  # Not known, as star_hvd was started by another thread.
+        return bool(_exit_failed)
+    return _left(_module) and _in_the_middle(_module) and _exit_failed is not False
 
 
 def handling_error() -> bool:
@@ -58,8 +62,8 @@ def handling_error() -> bool:
 
 def forget() -> None:
     """Forget what was noted, in a forked child: it concerns the parent."""
-    global _failed, _module
-    _failed, _module = None, None
+    global _failed, _exit_failed, _module
+    _failed, _exit_failed, _module = False, None, None
 
 
 _before: dict[str, Any] = {}
@@ -75,9 +79,9 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `function`, which raises SystemExit, so that its status is noted."""
 
     def leave(status: Any = None) -> Any:
-        global _failed
+        global _exit_failed
         if threading.current_thread() is threading.main_thread():
-            _failed = status not in (None, 0)
+            _exit_failed = status not in (None, 0)
         return function(status)
 
     return leave
@@ -100,3 +104,10 @@ def _left(module: FrameType) -> bool:
             return False
         frame = frame.f_back
     return True
+
+
+def _in_the_middle(module: FrameType) -> bool:
+    """Whether an exception left the main module elsewhere than at a statement that raises it as the module's end."""
+    operation, argument = module.f_code.co_code[module.f_lasti : module.f_lasti + 2]
+    reraises = dis.opname[operation] == "RAISE_VARARGS" and argument == 0  # A `raise` alone, in an `except`.
+    return reraises or dis.opname[operation] not in _ENDS

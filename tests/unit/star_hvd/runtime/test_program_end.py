@@ -41,6 +41,12 @@ start()
         ("deep(3)", True),
         ("raise SystemExit(int())", False),
         ("try:\n    deep(3)\nexcept SystemExit:\n    pass", False),
+        ("try:\n    sys.exit(3)\nexcept SystemExit:\n    pass", False),
+        ("try:\n    sys.exit(3)\nexcept SystemExit:\n    sys.exit()", False),
+        ("try:\n    sys.exit(3)\nexcept SystemExit:\n    pass\nraise SystemExit(int())", False),
+        ("try:\n    sys.exit()\nexcept SystemExit:\n    pass\nraise ValueError", True),
+        ("try:\n    sys.exit(3)\nexcept SystemExit:\n    raise", True),
+        ("try:\n    sys.exit(3)\nfinally:\n    pass", True),
         ("if True:\n    with open('/dev/null'):\n        deep(3)", True),
     ],
 )
