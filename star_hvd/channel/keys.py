@@ -79,8 +79,16 @@ def own_address(*, single_host: bool) -> str:
             f"network interface {interface!r} has no IPv4 address; set STAR_INTERFACE to one of "
             f"{sorted(psutil.net_if_addrs())} or STAR_HOST to this host's address"
         )
-    named = socket.gethostbyname(socket.gethostname())
-    return named if not _is_loopback(named) else _routed_address() or _only_address(named)
+    named = _named_address()
+    return named if named and not _is_loopback(named) else _routed_address() or _only_address(named)
+
+
+def _named_address() -> str | None:
+    """Return the IPv4 address of the host's name, None if it has none: in containers a name is often not resolved."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except (OSError, UnicodeError):  # The latter for a name that is none of the domain name system's.
+        return None
 
 
 def _is_loopback(address: str) -> bool:
@@ -98,17 +106,18 @@ def _routed_address() -> str | None:
     return None if _is_loopback(address) else address
 
 
-def _only_address(named: str) -> str:
+def _only_address(named: str | None) -> str:
     """Return the only IPv4 address of the interfaces that are up, loopback left out."""
     up = {name for name, facts in psutil.net_if_stats().items() if facts.isup}
     known = [each for name, found in psutil.net_if_addrs().items() if name in up for each in found]
     addresses = {str(each.address) for each in known if each.family == socket.AF_INET}
     found = sorted(each for each in addresses if not _is_loopback(each))
     if len(found) != 1:
+        has = f"the loopback address {named}, which other hosts cannot reach" if named else "no IPv4 address"
         raise ChannelError(
-            f"the name of this host, {socket.gethostname()!r}, has the loopback address {named}, which other hosts "
-            f"cannot reach, and its interfaces have {found or 'no other address'}; set STAR_INTERFACE to one of "
-            f"{sorted(psutil.net_if_addrs())} or STAR_HOST to this host's address"
+            f"the name of this host, {socket.gethostname()!r}, has {has}, and its interfaces have "
+            f"{found or 'no other address'}; set STAR_INTERFACE to one of {sorted(psutil.net_if_addrs())} or STAR_HOST "
+            "to this host's address"
         )
     return found[0]
 

@@ -169,6 +169,25 @@ def test_a_host_name_that_is_an_address_for_others_is_used(monkeypatch: pytest.M
     assert own_address(single_host=False) == "10.0.0.5"
 
 
+@pytest.mark.parametrize("error", [socket.gaierror(-2, "Name or service not known"), UnicodeError("label too long")])
+def test_a_host_whose_name_has_no_address_is_found_by_its_others(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """In containers a name is often not resolved, or only to an IPv6 address."""
+
+    def unresolved(name: str) -> str:
+        raise error
+
+    for routed, expected in (("10.1.0.5", "10.1.0.5"), (None, "10.0.0.5")):
+        Host(monkeypatch, LO | {"eth0": ["10.0.0.5"]}, routed=routed, named="")
+        monkeypatch.setattr(socket, "gethostbyname", unresolved)
+        assert own_address(single_host=False) == expected
+    Host(monkeypatch, LO, routed=None, named="")
+    monkeypatch.setattr(socket, "gethostbyname", unresolved)
+    with pytest.raises(ChannelError, match="has no IPv4 address, and its interfaces have no other address; set STAR_"):
+        own_address(single_host=False)
+
+
 def test_closing_does_not_hang() -> None:
     ring = Keyring()
     router, port = ring.server("127.0.0.1")
