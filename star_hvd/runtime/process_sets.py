@@ -149,7 +149,7 @@ class SetKeeper:
         self._thread.start()
 
     def stop(self, deadline_s: float = 5.0) -> None:
-        """End the thread: drop queued orders and wait for the current one, at most `deadline_s`.
+        """End the thread behind the queued orders, which the other ranks carry out too; wait at most `deadline_s`.
 
         The sets stay: Horovod frees them when it shuts down.
         """

@@ -25,11 +25,14 @@ _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RESUME")
 _failed = False  # Whether an exception has left the program.
 _exit_failed: bool | None = None  # Whether the last `sys.exit` had the status of an error; None if there was none.
 _module: FrameType | None = None  # Frame of the main module.
+_handled_before: int | None = None  # Id of the error within whose `except` the program trains, as if without it.
 
 
 def watch() -> None:
     """Start watching; call it on the main thread, from inside the user's program."""
-    global _module
+    global _module, _handled_before
+    error = sys.exc_info()[1]
+    _handled_before = None if error is None else id(error)  # Not the error, which would keep its frames' tensors.
     if threading.current_thread() is threading.main_thread():
         _module = _main_frame() or _module
     if _before:  # Only once; a hook set later calls ours.
@@ -55,6 +58,8 @@ def handling_error() -> bool:
     The main module is still running there, and whether it will be left by the error is not known yet.
     """
     error = sys.exc_info()[1]
+    if id(error) == _handled_before:
+        return False
     if isinstance(error, SystemExit):
         return error.code not in (None, 0)
     return error is not None and not isinstance(error, _NO_ERRORS)
@@ -62,8 +67,8 @@ def handling_error() -> bool:
 
 def forget() -> None:
     """Forget what was noted, in a forked child: it concerns the parent."""
-    global _failed, _exit_failed, _module
-    _failed, _exit_failed, _module = False, None, None
+    global _failed, _exit_failed, _module, _handled_before
+    _failed, _exit_failed, _module, _handled_before = False, None, None, None
 
 
 _before: dict[str, Any] = {}
