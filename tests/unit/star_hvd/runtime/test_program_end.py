@@ -96,7 +96,7 @@ def leave(error):
         ("try:\n    leave(ValueError())\nexcept ValueError:\n    pass\nend()", False),
         ("try:\n    next(iter([]))\nexcept StopIteration:\n    end()", False),
         ("try:\n    leave(ImportError())\nexcept ImportError:\n    start()\n    end()", False),
-        ("try:\n    leave(ImportError())\nexcept ImportError:\n    start()\n    with Block():\n        leave(OSError())", True),
+        ("try:\n    leave(OSError())\nexcept OSError:\n    start()\n    with Block():\n        leave(OSError())", True),
     ],
 )
 def test_a_rank_that_is_shut_down_on_its_way_out(tmp_path: Path, program: str, failed: bool) -> None:
