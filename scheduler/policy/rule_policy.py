@@ -142,7 +142,7 @@ class RulePolicy:
         Args:
             window: Recent reports of all ranks, one entry per rank.
             active: The active plan. The new plan takes its damping, its staleness bound and its id plus one. The rule
-                never switches to or from `grouped` and `local`.
+                never switches to or from `grouped` and `local`, nor from a `sync` with uneven or shared batches.
 
         Raises:
             ValueError: The window or the plan is for another number of ranks.
@@ -153,6 +153,8 @@ class RulePolicy:
         readings = Readings.of(window)
         if self.world_size < 2 or math.isnan(readings.reference_s):
             return None
+        if active.uneven or active.steal:
+            return None  # Batch times follow from the shares; the mode itself answers stragglers, and exactly.
         if active.mode not in window.allowed | window.blocked and active.mode != "sync" and "sync" in window.allowed:
             return self._sync(active, f"{active.label} can no longer run: back to {{label}}")
         found = find_stragglers(window, readings=readings)

@@ -83,6 +83,7 @@ class Choice:
         self._rule = RulePolicy(world_size, damping=config.damping, hosts=self._known)
         self._least_share, self._background = config.least_quorum, config.background
         self._predicting = self._make_predicting() if config.policy != "rule" else None
+        self._rule_failed = False  # Whether a failure of the rule-based policy has been logged.
         self._failed = 0
         self._forgiven_at_s = math.inf  # When predictions will have succeeded long enough for the shortest pause.
         self._retry_at_s: float | None = None  # When predictions are tried again.
@@ -102,7 +103,7 @@ class Choice:
             self._retry_at_s, self._predicting = None, self._make_predicting()
             self._forgiven_at_s = now_s + _FORGIVEN_S
         if self._predicting is None:
-            return self._rule.decide(window, active)
+            return self._decide_by_rule(window, active)
         alert = active.mode == "sync" and bool((Readings.of(window).run_lengths() >= _ALERT).any())
         seen = (active.plan_id, tuple((s.rank, s.cause) for s in stragglers), window.allowed, alert)
         if not self._pace.due(seen, now_s, in_sync=active.mode == "sync"):
@@ -117,6 +118,16 @@ class Choice:
         if self._failed and now_s >= self._forgiven_at_s:
             self._failed = 0
         return plan
+
+    def _decide_by_rule(self, window: Window, active: Plan) -> Plan | None:
+        """Decide without predictions; a failure keeps the active plan: it must not end the coordinator either."""
+        try:
+            return self._rule.decide(window, active)
+        except Exception:
+            if not self._rule_failed:  # The rule is asked with every report.
+                logger.exception("the rule-based policy failed; the active plan stays")
+            self._rule_failed = True
+            return None
 
     def watch(self, window: Window, active: Plan, now_s: float, *, preparing: bool = False) -> None:
         """Pass a window to the policy without a decision, so that it follows silent ranks and outcomes of switches.

@@ -256,6 +256,24 @@ def test_plans_it_never_chooses_are_left_alone() -> None:
         assert RulePolicy(4).decide(window, active) is None
 
 
+@pytest.mark.parametrize("cause", ["slow", "link", "starved"])
+@pytest.mark.parametrize(
+    "active",
+    [
+        Plan.sync(4, balanced=True),
+        Plan.sync(4, balanced=True, batch_shares=(8, 8, 8, 2)),
+        Plan.sync(4, batch_shares=(8, 8, 8, 2)),
+        Plan.sync(4, steal=True),
+    ],
+)
+def test_an_exact_plan_against_stragglers_is_left_alone(active: Plan, cause: str) -> None:
+    now = {"slow": {"slow": 4.0}, "link": {"link": 0.1}, "starved": {"slow": 4.0, "starved": 0.7}}[cause]
+    policy = RulePolicy(4)
+    for step in range(30, 60):
+        ranks = tuple(stats(r, lambda r, k: now if r == 3 else {}, step) for r in range(4))
+        assert policy.decide(Window(step=step, ranks=ranks, comm_bytes=GRADIENT_BYTES), active) is None
+
+
 def test_a_policy_that_finds_a_plan_in_force_watches_it_for_a_quiet_time() -> None:
     for active in (Plan.subgroup(4, [0, 1, 2]), Plan.ps(4, 3)):
         policy, steps = RulePolicy(4), []

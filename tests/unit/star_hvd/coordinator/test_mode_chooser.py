@@ -12,6 +12,7 @@ from scheduler.cost.conditions import Conditions
 from scheduler.cost.cost_model import Prediction, rank
 from scheduler.diagnosis.stragglers import find_stragglers
 from scheduler.plan.plan import Plan
+from scheduler.policy.rule_policy import RulePolicy
 from scheduler.records import RankStats, Window
 from star_hvd.config import Config
 from star_hvd.coordinator.mode_chooser import Choice
@@ -117,6 +118,18 @@ def test_a_policy_that_fails_gives_way_to_the_rule(caplog: pytest.LogCaptureFixt
     plan = decide(choice, window(), active, 0.1)
     assert plan is not None and plan.mode == "partial"
     assert choice.explain() == "" and choice.predictions() == {}
+
+
+def test_a_rule_that_fails_keeps_the_plan_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(RulePolicy, "decide", fail)
+    choice = Choice(4, Config(policy="rule"), HOSTS)
+    assert [decide(choice, window(), Plan.sync(4), 0.1 * tenth) for tenth in range(3)] == [None] * 3
+    assert caplog.text.count("the rule-based policy failed; the active plan stays") == 1
 
 
 def test_predictions_that_failed_are_tried_again_later_and_later() -> None:
