@@ -197,8 +197,9 @@ def _against(
         offered += _servers(conditions, stragglers, hosts, most, active)
     offered += [Plan.local(n, steps=4), Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
     if n <= _MANY:
-        # The grace waits for ranks not known to be slow: a quorum of half the ranks costs at most noise.
-        offered += [Plan.partial(n, max(1, n // 2)), Plan.local(n, steps=16)]
+        # The grace waits for ranks not known to be slow: a quorum of half the ranks, or of the least share if that is
+        # larger, costs at most noise.
+        offered += [Plan.partial(n, max(n // 2, n - most)), Plan.local(n, steps=16)]
     return offered
 
 

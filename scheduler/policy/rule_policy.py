@@ -10,8 +10,8 @@ Compute. Slow compute, and waiting for data, are answered by `partial(m)`, from 
   steps; or in as many scattered ones, if they cost at least `_FREQUENT_GAIN` of the time. m leaves out as many ranks
   as are slow at the same time.
 * lower m: more ranks are slow at once than m leaves out, and waiting for fewer is predicted to gain `_RELAX_GAIN`. m
-  never falls below half of the ranks (the majority of eager-SGD, Li et al. 2020): when more than half are slow, slow is
-  the usual case, and a step of few gradients is mostly noise.
+  never falls below the least share of the ranks, by default half (the majority of eager-SGD, Li et al. 2020): when more
+  than half are slow, slow is the usual case, and a step of few gradients is mostly noise.
 * raise m: fewer ranks than m leaves out were slow at once over the last `2 * _QUIET` steps; up to `sync`, as soon as
   waiting for all ranks would have cost at most `_RETURN_LOSS` over the last `_QUIET` steps.
 
@@ -30,6 +30,7 @@ three quarters of it; a plan ends after `_QUIET` steps without a slow rank and b
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -47,6 +48,7 @@ from scheduler.diagnosis.stragglers import (
     find_stragglers,
 )
 from scheduler.plan.placement import PUSH_ROUND_S, place_on_hosts
+from scheduler.policy.candidates import LEAST_SHARE, most_left_out
 from scheduler.records import Plan, Window
 from scheduler.stats import listing, lower_median
 
@@ -112,20 +114,31 @@ class RulePolicy:
         world_size: Number of ranks.
         damping: Damping of `sync` and `partial` after `ps`, which has its own; else the active plan's is kept.
         hosts: Host of every rank, to place servers; None if unknown, then there is one server.
+        least_share: Share of the ranks whose fresh gradients a plan has to wait for.
 
     Raises:
         ValueError: An argument is out of range.
     """
 
     def __init__(
-        self, world_size: int, *, damping: str = "inverse", hosts: Sequence[str] | None = None
+        self,
+        world_size: int,
+        *,
+        damping: str = "inverse",
+        hosts: Sequence[str] | None = None,
+        least_share: float = LEAST_SHARE,
     ) -> None:
         if world_size < 1:
             raise ValueError(f"policy world_size is {world_size}; expected at least 1")
         if hosts is not None and len(hosts) != world_size:
             raise ValueError(f"policy hosts is {hosts}; expected one for each of {world_size} ranks")
+        if not 0.0 < least_share <= 1.0:
+            raise ValueError(f"policy least_share is {least_share}; expected above 0 and at most 1")
         self.world_size = world_size
         self._damping = damping
+        self._most = most_left_out(world_size, least_share)
+        # With a share that leaves out no rank, `_most` is for servers only: their updates take every gradient.
+        self._excluded = () if world_size - self._most >= least_share * world_size - 1e-9 else ("partial", "subgroup")
         self._hosts = hosts
         self._forget()
 
@@ -159,6 +172,8 @@ class RulePolicy:
             return self._sync(active, f"{active.label} can no longer run: back to {{label}}")
         found = find_stragglers(window, readings=readings)
         hard = self._note(window, found)
+        if self._excluded:
+            window = dataclasses.replace(window, allowed=window.allowed.difference(self._excluded))
         if active.mode == "subgroup":
             return self._adjust_subgroup(window, active, found, hard)
         if active.mode == "ps":
@@ -277,17 +292,16 @@ class RulePolicy:
         return spans
 
     def _simultaneous(self, slow: npt.NDArray[np.bool_]) -> int:
-        """Number of ranks that m must leave out, from 1 to half of them: a step keeps at least a majority.
+        """Number of ranks that m must leave out, from 1 to the most that a plan may.
 
         The largest count reached in at least `PERSISTENCE` slow steps and the share `_OVERLAP` of them: a high quantile
         over slow steps only, so that a straggler counts from its first steps on.
         """
         counts = slow.sum(axis=1)
         support = max(PERSISTENCE, math.ceil(_OVERLAP * int((counts > 0).sum())))
-        most = max(1, self.world_size - max(1, self.world_size // 2))
         # The support-th largest count is reached in `support` steps.
         reached = int(np.sort(counts)[-support]) if support <= len(counts) else 1
-        return min(max(1, reached), most)
+        return min(max(1, reached), self._most)
 
     def _who(self, readings: Readings, line: _Timeline, scope: slice) -> str:
         """`rank 3 computes 4.0x slower since step 12`, or the same of several ranks."""
@@ -423,7 +437,7 @@ class RulePolicy:
         if now < active.quorum:
             return self._servers(window, active, now, slow)
         most = max(map(len, self._recent()))
-        wanted = max(self._least(), self.world_size - max(1, most))
+        wanted = self.world_size - min(self._most, max(1, most))
         if self._seen_in_full() and wanted > active.quorum:
             reason = f"at most {most} ranks were slow at once for {_QUIET} steps: {{label}}"
             return self._finish(active.replace(quorum=wanted, plan_id=active.plan_id + 1), reason)
@@ -438,18 +452,14 @@ class RulePolicy:
 
     # ---- plans ----------------------------------------------------------------------------------------------
 
-    def _least(self) -> int:
-        """Least number of ranks a plan keeps: half, rounded down."""
-        return max(1, self.world_size // 2)
-
     def _choose(
         self, stragglers: Iterable[Straggler], hard: dict[int, Straggler], *, first: Iterable[int] = ()
     ) -> set[int]:
-        """The ranks to leave out: those in `first`, then in `hard`, then the slowest, keeping `_least()` ranks."""
+        """The ranks to leave out: those in `first`, then in `hard`, then the slowest, `_most` at most."""
         slowdown = {straggler.rank: straggler.slowdown for straggler in stragglers}
         kept = set(first)
         order = sorted(kept | set(slowdown), key=lambda r: (r not in kept, r not in hard, -slowdown.get(r, 0.0), r))
-        return set(order[: self.world_size - self._least()])
+        return set(order[: self._most])
 
     def _subgroup(self, active: Plan, left_out: set[int], why: Sequence[Straggler], back: Iterable[int] = ()) -> Plan:
         members = [rank for rank in range(self.world_size) if rank not in left_out]

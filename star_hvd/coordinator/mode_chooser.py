@@ -80,7 +80,9 @@ class Choice:
     ) -> None:
         self._world_size, self._ranker = world_size, ranker
         self._known = hosts if len(set(hosts)) > 1 else None
-        self._rule = RulePolicy(world_size, damping=config.damping, hosts=self._known)
+        self._rule = RulePolicy(
+            world_size, damping=config.damping, hosts=self._known, least_share=config.least_quorum
+        )
         self._least_share, self._background = config.least_quorum, config.background
         self._predicting = self._make_predicting() if config.policy != "rule" else None
         self._rule_failed = False  # Whether a failure of the rule-based policy has been logged.

@@ -68,6 +68,14 @@ def test_as_many_are_left_out_as_are_slow() -> None:
     assert {"sync", "partial(6)", "subgroup(0,1,3,4,6,7)", "grouped(2)", "ps(6)", "ps(grace=2)", "ps(1)"} <= labels
 
 
+@pytest.mark.parametrize(
+    ("n", "least_share", "quorum"), [(4, 0.5, 2), (5, 0.5, 3), (7, 0.5, 4), (8, 0.75, 6), (8, 0.25, 4)]
+)
+def test_a_quorum_of_half_the_ranks_or_of_the_least_share_is_offered(n: int, least_share: float, quorum: int) -> None:
+    labels = [plan.label for plan in candidates(conditions(steady(n, slow={1: 1.6})), least_share=least_share)]
+    assert f"partial({quorum})" in labels
+
+
 def test_ranks_a_little_slower_are_left_out_of_one_subgroup_beside_the_slow_one() -> None:
     mixed = conditions(steady(8, slow={1: 1.2, 6: 1.08, 7: 3.0}))
     stragglers = summarize_stragglers(mixed)

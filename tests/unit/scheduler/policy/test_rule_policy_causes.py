@@ -299,6 +299,34 @@ def test_a_new_run_forgets_the_last_one() -> None:
     assert policy.decide(Window(step=13, ranks=ranks, comm_bytes=GRADIENT_BYTES), Plan.sync(4)) is not None
 
 
+@pytest.mark.parametrize(
+    ("n", "least_share", "expected"),
+    [
+        (4, 0.5, ["partial(2)"]),
+        (5, 0.5, ["partial(3)"]),
+        (4, 0.75, ["partial(3)"]),
+        (8, 0.25, ["partial(6)"]),
+        (4, 1.0, ["ps(3)"]),
+    ],
+)
+def test_a_plan_waits_for_the_least_share_of_the_ranks(n: int, least_share: float, expected: list[str]) -> None:
+    factors = {n - 2: 3.0, n - 1: 6.0}
+    changes = run(n, lambda r, k: {"slow": factors.get(r, 1.0)}, 60, least_share=least_share)
+    assert labels(changes) == expected
+
+
+@pytest.mark.parametrize(("least_share", "label"), [(0.5, "subgroup(0,1)"), (0.75, "subgroup(0,1,2)"), (1.0, "ps(3)")])
+def test_a_subgroup_has_the_least_share_of_the_ranks(least_share: float, label: str) -> None:
+    changes = run(4, lambda r, k: {"link": 0.1 if r == 3 else 0.2} if r >= 2 else {}, 60, least_share=least_share)
+    assert labels(changes) == [label]
+
+
+def test_the_least_share_is_a_part_of_the_ranks() -> None:
+    for share in (0.0, 1.5):
+        with pytest.raises(ValueError, match=f"least_share is {share}"):
+            RulePolicy(4, least_share=share)
+
+
 def test_hosts_are_one_for_each_rank() -> None:
     with pytest.raises(ValueError, match="expected one for each of 4 ranks"):
         RulePolicy(4, hosts=["a"])

@@ -150,3 +150,12 @@ def test_the_least_quorum_is_an_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAR_LEAST_QUORUM", "half")
     with pytest.raises(ValueError, match="STAR_LEAST_QUORUM is 'half'"):
         env.least_quorum()
+
+
+def test_the_least_quorum_holds_for_the_rule() -> None:
+    found, labels = window(steady(4, slow={2: 3.0, 3: 6.0})), []
+    for least in (0.5, 0.75):
+        choice = Choice(4, Config(policy="rule", least_quorum=least), ["localhost"] * 4)
+        plan = choice.decide(found, Plan.sync(4), find_stragglers(found), 0.0)
+        labels.append(plan.label if plan is not None else "")
+    assert labels == ["partial(2)", "partial(3)"]
