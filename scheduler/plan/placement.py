@@ -145,7 +145,8 @@ def place_servers(
 
     The state is split into equal parts, so one push and reply of every rank take what the slowest of k servers needs
     for 1/k of it. Chosen is the smallest k for which this fits in `round_s` or, if none does, the k for which it is
-    shortest. The result does not depend on the order of `hosts`.
+    shortest; of those k, if any, with which no neighbour gets slower. The result does not depend on the order of
+    `hosts`.
 
     Args:
         hosts: One entry per rank. A host with a straggling rank, a busy one, or one whose neighbours would get slower,
@@ -161,34 +162,37 @@ def place_servers(
     """
     _check(hosts, state_bytes, push_bytes, round_s, most)
     found = _merge(hosts)
-    usable = _usable(found, need_cores)
+    usable, least = _usable(found, need_cores)
     order = sorted(usable, key=lambda host: (-host.bytes_per_s, -host.cores, host.rank))
     total_bytes = len(hosts) * (push_bytes or state_bytes)
-    rounds = [total_bytes / k / order[k - 1].bytes_per_s for k in range(1, min(most or len(order), len(order)) + 1)]
-    count = next((k for k, time_s in enumerate(rounds, 1) if time_s <= round_s), rounds.index(min(rounds)) + 1)
+    limit = min(most or len(order), len(order))
+    rounds = {k: total_bytes / k / order[k - 1].bytes_per_s for k in range(min(least, limit), limit + 1)}
+    count = next((k for k, time_s in rounds.items() if time_s <= round_s), min(rounds, key=rounds.__getitem__))
     chosen = order[:count]
     return PlacementDecision(
         servers=tuple(sorted(host.rank for host in chosen)),
-        round_s=rounds[count - 1],
-        reason=_reason(chosen, found, state_bytes, rounds[count - 1], round_s),
+        round_s=rounds[count],
+        reason=_reason(chosen, found, state_bytes, rounds[count], round_s),
         avoided=_avoided(chosen, found, need_cores),
         slows=tuple(host.name for host in chosen if not host.headroom.fits(need_cores / count)),
     )
 
 
-def _usable(found: Sequence[_Host], need_cores: float) -> Sequence[_Host]:
-    """Hosts to choose from: without stragglers, idle, and without neighbours that would get slower; else what is left.
+def _usable(found: Sequence[_Host], need_cores: float) -> tuple[Sequence[_Host], int]:
+    """Hosts to choose from, and the fewest servers on them with which no neighbour gets slower, 1 if there are none.
 
-    With more servers each needs fewer cores, so neighbours get slower on fewer hosts.
+    They are without stragglers, idle, and without neighbours that would get slower; else what is left. With more
+    servers each needs fewer cores, so neighbours get slower on fewer hosts.
     """
-    hosts = [host for host in found if not host.straggling] or list(found)
+    hosts, least = [host for host in found if not host.straggling] or list(found), 1
     for count in range(1, len(hosts) + 1):
         kind = [host for host in hosts if host.headroom.fits(need_cores / count)]
         if len(kind) >= count:
-            hosts = kind
+            hosts, least = kind, count
             break
     best_link = max(host.link_bytes_per_s for host in hosts)
-    return [host for host in hosts if not host.busy and host.link_bytes_per_s >= _LINK_SHARE * best_link] or hosts
+    idle = [host for host in hosts if not host.busy and host.link_bytes_per_s >= _LINK_SHARE * best_link]
+    return (idle if len(idle) >= least else hosts), least
 
 
 def _avoided(chosen: Sequence[_Host], found: Sequence[_Host], need_cores: float) -> str:

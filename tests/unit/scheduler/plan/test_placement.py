@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -162,6 +163,16 @@ def test_servers_avoid_hosts_where_another_job_would_get_slower() -> None:
     assert place_servers([HostLoad(rank=0, host="a", neighbours=2)], MIB, need_cores=9.0).slows == (), "unknown"
 
 
+def test_as_many_servers_as_keep_the_neighbours_speed() -> None:
+    both = [near(0, "a", 0.8), near(1, "b", 0.8), near(2, "c", 0.1)]
+    decision = place_servers(both, MIB, need_cores=1.4)  # A round of one server is short enough.
+    assert decision.servers == (0, 1) and not decision.slows
+    one = place_servers(both, MIB, need_cores=1.4, most=1)
+    assert len(one.servers) == 1 and len(one.slows) == 1, "no more than one may run"
+    links = [replace(both[0], link_bytes_per_s=1e9), replace(both[1], link_bytes_per_s=1e8)]
+    assert place_servers(links, MIB, need_cores=1.4).servers == (0, 1), "a slower link rather than a slower neighbour"
+
+
 @given(
     cores=st.lists(st.floats(0.0, 8.0), min_size=1, max_size=8),
     jobs=st.lists(st.integers(0, 3), min_size=8, max_size=8),
@@ -172,6 +183,9 @@ def test_no_job_gets_slower_where_one_server_fits_elsewhere(cores: list[float], 
     fits = [Headroom(free_cpu_cores=c, neighbours=jobs[r]).fits(need) for r, c in enumerate(cores)]
     decision = place_servers(hosts, 1, need_cores=need)
     assert not decision.slows or not any(fits)
+    lefts = [Headroom(free_cpu_cores=c, neighbours=jobs[r]) for r, c in enumerate(cores)]
+    enough = [sum(left.fits(need / k) for left in lefts) >= k for k in range(1, len(cores) + 1)]
+    assert bool(decision.slows) is not any(enough), "nor where several would"
 
 
 def test_what_servers_need_grows_with_pushes_and_bytes() -> None:
