@@ -22,6 +22,7 @@ __all__ = [
     "LinkMemory",
     "link_ratio",
     "link_ratios",
+    "reference_rate",
     "ring_bytes",
     "slow_links",
     "usual_rate",
@@ -67,8 +68,20 @@ def link_ratios(rates: Array) -> Array:
 
 
 def usual_rate(rates: Array) -> float:
-    """The lower median of all ranks' rates."""
+    """The lower median of all ranks' rates, infinite if most are unknown: of the slow links if they are half of all."""
     return lower_median(rates)
+
+
+def reference_rate(rates: Array) -> float:
+    """The rate of a link that is not slow, infinite if most are unknown.
+
+    The inverse of the lower median of the times per byte, so that exactly half of the links may be slow.
+
+    Args:
+        rates: Link rate of every rank, bytes/s, infinite where unknown.
+    """
+    known = rates[np.isfinite(rates)]
+    return float(np.sort(known)[len(known) // 2]) if 2 * len(known) >= len(rates) > 0 else math.inf
 
 
 def slow_links(rates: Array) -> npt.NDArray[np.bool_]:
@@ -77,7 +90,7 @@ def slow_links(rates: Array) -> npt.NDArray[np.bool_]:
     Args:
         rates: Link rate of every rank, bytes/s, infinite where unknown.
     """
-    usual = usual_rate(rates)
+    usual = reference_rate(rates)
     return rates < LINK_RATIO * usual if math.isfinite(usual) else np.zeros(len(rates), dtype=np.bool_)
 
 

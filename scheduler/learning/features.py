@@ -15,7 +15,7 @@ import numpy as np
 
 from scheduler.cost.conditions import Array, Conditions
 from scheduler.cost.cost_model import Prediction
-from scheduler.diagnosis.links import ring_bytes, slow_links, usual_rate
+from scheduler.diagnosis.links import LINK_RATIO, ring_bytes, usual_rate
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.plan.plan import MODES, Plan
 from scheduler.records import Window
@@ -196,12 +196,18 @@ def _size(conditions: Conditions, window: Window) -> list[float]:
     ]
 
 
+def _slow_link_share(rates: Array) -> float:
+    """Share of slow links by the lower median, which the shipped model was trained with; see `slow_links`."""
+    usual = usual_rate(rates)
+    return float((rates < LINK_RATIO * usual).mean()) if math.isfinite(usual) else 0.0
+
+
 def _times(conditions: Conditions) -> list[float]:
     usual = np.sort(conditions.usual_s) / conditions.typical_s
     n = len(usual)
     return [
         float((conditions.usual_s > slow_limit_s(conditions.typical_s)).mean()),
-        float(slow_links(conditions.rate).mean()),
+        _slow_link_share(conditions.rate),
         _log(float(usual[-1])),
         _log(float(usual[max(0, n - 2)])),
         _log(float(usual[(3 * (n - 1)) // 4])),

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from scheduler.balance.share_policy import solve_shares
 from scheduler.cost.conditions import Array, Conditions
 from scheduler.cost.cost_model import part_behind_compute
-from scheduler.diagnosis.links import ring_bytes, slow_links, usual_rate, worth_a_switch
+from scheduler.diagnosis.links import reference_rate, ring_bytes, slow_links, worth_a_switch
 from scheduler.diagnosis.window_stats import THRESHOLD, slow_limit_s
 from scheduler.plan.grouping import progressive_groups, similar_groups
 from scheduler.plan.headroom import server_cores
@@ -127,7 +127,7 @@ def _slow_links(conditions: Conditions) -> npt.NDArray[np.int64]:
     if not slow.any():
         return np.flatnonzero(slow)
     wire_s = ring_bytes(conditions.world_size, conditions.reduced_bytes) / conditions.rate
-    saved_s = wire_s * (1.0 - conditions.rate / usual_rate(conditions.rate))
+    saved_s = wire_s * (1.0 - conditions.rate / reference_rate(conditions.rate))
     return np.flatnonzero(slow & worth_a_switch(saved_s, conditions.typical_s + wire_s))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from scheduler.diagnosis.links import LinkMemory
+from scheduler.diagnosis.links import LinkMemory, link_ratios, slow_links
 from scheduler.plan.plan import Plan
 from tests.support.windows import steady, window
 
@@ -106,3 +106,23 @@ def test_a_link_of_next_to_no_rate_is_trusted_again() -> None:
     assert cluster.go(10_000, FAST)[3] > 0.0
     cluster.go(100_000, FAST)
     assert cluster.go(4, FAST)[3] > 0.9 * FAST
+
+
+@pytest.mark.parametrize(
+    ("rates", "slow"),
+    [
+        ([BAD, BAD, FAST, FAST], {0, 1}),
+        ([BAD, FAST], {0}),
+        ([FAST, BAD, FAST], {1}),
+        ([BAD, FAST, FAST, FAST], {0}),
+        ([BAD] * 3 + [FAST], set()),
+        ([BAD, FAST, np.inf, np.inf], {0}),
+        ([BAD, FAST, np.inf, np.inf, np.inf], set()),
+        ([np.inf] * 4, set()),
+    ],
+)
+def test_up_to_half_of_the_links_are_slow(rates: list[float], slow: set[int]) -> None:
+    found = np.array(rates)
+    assert set(np.flatnonzero(slow_links(found)).tolist()) == slow
+    if np.isfinite(found).all() and slow:
+        assert set(np.flatnonzero(link_ratios(found) < 0.5).tolist()) == slow, "as the diagnosis has it"

@@ -113,6 +113,12 @@ def test_a_slow_link_is_left_outside_and_holds_no_server() -> None:
     assert spread and all(3 not in plan.servers and plan.servers for plan in spread)
 
 
+def test_half_of_the_links_may_be_slow() -> None:
+    slow = conditions(steady(4), [1e7, 1e7, 1e9, 1e9], 1e7)
+    assert summarize_stragglers(slow).links == (0, 1)
+    assert "subgroup(2,3)" in {plan.label for plan in candidates(slow)}
+
+
 def test_a_slow_link_that_carries_nothing_is_no_trouble() -> None:
     assert not summarize_stragglers(conditions(steady(8), [1e9] * 3 + [1e7] + [1e9] * 4, 1e3))
 
