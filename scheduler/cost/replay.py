@@ -117,7 +117,7 @@ def server_flow(plan: Plan, times: Array, x: int, gap_s: float) -> Flow:
     n = times.shape[1]
     if not 1 <= x <= n:
         raise ValueError(f"x is {x}; expected 1..{n}, the ranks")
-    if x == 1:
+    if x == 1 and plan.rule not in ("backup", "grace"):
         # Ranks are independent: rates add up, no order to simulate.
         rates = 1.0 / times.mean(axis=0)
         interval_s = max(float(1.0 / rates.sum()), gap_s)

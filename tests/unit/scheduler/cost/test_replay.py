@@ -78,6 +78,15 @@ def test_the_grace_of_servers_waits_for_who_is_usually_in_time() -> None:
     assert equal.interval_s < once.interval_s < 1.05 * equal.interval_s
 
 
+@pytest.mark.parametrize("rule", ["backup", "grace"])
+def test_one_of_two_ranks_that_drop_late_gradients_is_no_asgd(rule: str) -> None:
+    plan = Plan.ps(2, 1, rule=rule, lr_rule="none")
+    flow = server_flow(plan, np.array([[1.0, 10.0]]), 1, 0.0)
+    assert (flow.drift, flow.length) == (0.0, 1.0), "every update has fresh gradients only"
+    assert flow.interval_s == pytest.approx(1.0) and flow.gradients == pytest.approx(1.0)
+    assert server_flow(Plan.ps(2, 1), np.array([[1.0, 10.0]]), 1, 0.0).drift > 0.0
+
+
 def test_ranks_slow_in_turn_are_missing_for_as_long_as_their_batches_last() -> None:
     """Each of four ranks is four times slower for five of twenty batches, which are more than half of its time."""
     times = np.full((20, 4), 0.03)
