@@ -1,5 +1,7 @@
 """`local(H)`: every rank steps on its own; after H steps, or H seconds, parameters and optimizer state are averaged.
 
+A rank makes at least one step, and stops once a step as long as its last one would not fit into the seconds.
+
 The average is weighted by the samples behind each rank's steps since the last one, so a rank that made fewer steps
 counts less. Momentum and Adam's moments are averaged with the same weights: they are linear in the gradients or their
 squares, so their average is the moment of the average trajectory. So are step counts and the like, on which bias
@@ -97,7 +99,7 @@ class LocalSteps:
         self._copy: _Copy | None = None  # The copy sent with it, if the training thread computes meanwhile.
         self._weight = 0.0
         self._steps = 0
-        self._began_s = time.monotonic()
+        self._began_s = self._ended_s = time.monotonic()  # When these steps began, and the latest of them ended.
         self._completed_by_helper: Ended | None = None  # An averaging that the helper has completed.
         self._by_helper: tuple[list[torch.Tensor], list[tuple[str, torch.Tensor]]] | None = None  # What it sends.
         self._left_out = False  # Whether the helper has contributed nothing, since the program had other values here.
@@ -106,8 +108,9 @@ class LocalSteps:
 
     def begin(self) -> LocalSteps:
         """Enter the mode, in the training thread, with the parameters all ranks have."""
-        self.plan, self._weight, self._steps, self._began_s = self._engine.plan, 0.0, 0, time.monotonic()
-        self._missed = 0
+        self.plan, self._weight, self._steps = self._engine.plan, 0.0, 0
+        self._missed, self._began_s = 0, time.monotonic()
+        self._ended_s = self._began_s
         return self
 
     @property
@@ -205,10 +208,15 @@ class LocalSteps:
         return flat
 
     def _due(self) -> bool:
-        plan = self._engine.plan
+        """Whether this rank averages now: once its next step, if as long as the last one, would end too late.
+
+        The others wait at the averaging for the last rank, so one that stepped on would hold them up.
+        """
+        plan, now_s = self._engine.plan, time.monotonic()
+        last_s, self._ended_s = now_s - max(self._began_s, self._ended_s), now_s
         if plan.local_steps:
             return self._steps >= plan.local_steps
-        return time.monotonic() - self._began_s >= plan.local_s
+        return now_s - self._began_s + last_s > plan.local_s
 
     def average(self) -> None:
         """Average with all ranks now, and wait for them."""

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,6 +84,35 @@ def test_step_hooks_are_left_to_the_caller() -> None:
     assert called == []
     engine.applier.step(None)
     assert called == ["pre", "post"]
+
+
+@pytest.mark.parametrize(
+    ("local_s", "step_s", "counts"),
+    [
+        (1.0, [0.3] * 9, [3, 3, 3]),
+        (1.0, [0.6] * 3, [1, 1, 1]),
+        (1.0, [4.0, 0.25, 0.25, 0.25, 0.25, 4.0], [1, 4, 1]),
+        (1.0, [0.25, 0.5, 0.25, 0.25, 0.25, 0.25], [2, 4]),
+    ],
+)
+def test_a_rank_makes_the_steps_that_fit_into_the_time(
+    local_s: float, step_s: list[float], counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr("star_hvd.modes.local_sgd.time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    _, engine, steps = alone()
+    with engine.lock:
+        engine.agreement.plan = Plan.local(1, seconds=local_s, plan_id=1)
+    steps.begin()
+    made, found = 0, []
+    for each_s in step_s:
+        now_s[0] += each_s
+        steps.step(skip=False)
+        made += 1
+        if steps.just_averaged:
+            found.append(made)
+            made = 0
+    assert found == counts
 
 
 def averaging_without_the_training_thread(world: World, engine: StepEngine) -> None:
