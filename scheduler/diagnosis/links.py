@@ -113,13 +113,14 @@ class LinkMemory:
         self._times = np.zeros(0)
         self._slow = np.zeros(0, dtype=np.bool_)
 
-    def note(self, window: Window, active: Plan, rate: Array) -> Array:
+    def note(self, window: Window, active: Plan, rate: Array, *, steps_per_report: float = 1.0) -> Array:
         """Add the rates of a window.
 
         Args:
             window: Provides the step.
             active: The active plan: under servers x of n gradients, or those of a group, count as a part of a step.
             rate: Link rate of every rank, bytes/s, infinite where unknown, shape (n_ranks,).
+            steps_per_report: Steps of a rank per step of the window: more than 1 where that is an averaging of `local`.
 
         Returns:
             The expected rates: the current ones or, for a link that was slower recently, the weighted mean.
@@ -131,7 +132,7 @@ class LinkMemory:
             self._count(now)
             return rate
         self._count(now)
-        steps = (window.step - self._step) / active.updates_per_step
+        steps = (window.step - self._step) * steps_per_report / active.updates_per_step
         keep = np.power(0.5, steps / (_HALF_LIFE * np.clip(self._times, 1, _LONGEST)))
         # A rank whose rate was unknown until now has no history.
         past = np.where(self._cost > 0.0, self._cost, now)

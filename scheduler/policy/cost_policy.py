@@ -228,7 +228,8 @@ class CostPolicy:
         conditions = conditions.with_freezes(
             self._freezes.per_step_s, self._freezes.freezing, self._freezes.froze
         )
-        rate = self._links.note(window, active, conditions.rate)
+        counted = _steps_counted(window, active, conditions)
+        rate = self._links.note(window, active, conditions.rate, steps_per_report=counted)
         conditions = dataclasses.replace(conditions, rate=rate, background=self._background)
         self._noise, self._conditions = conditions.noise, conditions
         self._least_gain = max(self._gain, _GAIN_CROWDED) if conditions.crowded else self._gain
@@ -475,8 +476,8 @@ class CostPolicy:
         if self._calm_since is None:
             return False
         calm = float(window.step - self._calm_since)
-        if self._conditions is not None and not window.counts_local:
-            calm *= _steps_per_report(active, self._conditions)
+        if self._conditions is not None:
+            calm *= _steps_counted(window, active, self._conditions)
         if active.mode == "partial":
             return calm >= _CALM_PARTIAL_STEPS
         least = _CALM_STEPS if slower <= _CALM_LOSS else _CALM_PARTIAL_STEPS
@@ -502,7 +503,8 @@ class CostPolicy:
         assert self._now is not None
         window, active, _ = self._now
         since = window.step - self._sets.get(ranks, -(10**9))
-        return ranks in active.sets or since * float(np.median(conditions.usual_s)) <= SET_IDLE_S
+        steps = since * _steps_counted(window, active, conditions) / active.updates_per_step
+        return ranks in active.sets or steps * float(np.median(conditions.usual_s)) <= SET_IDLE_S
 
     def _safe(self, active: Plan, why: str) -> Plan:
         """Return to `sync`. Server modes have their own damping, unless it is `none`."""
@@ -698,3 +700,8 @@ def _just_lost_s(conditions: Conditions, active: Plan, plan: Plan) -> float:
 def _steps_per_report(plan: Plan, conditions: Conditions) -> float:
     """Steps of a rank per global step; predictions are per step of a rank."""
     return plan.steps_per_report(float(conditions.usual_s.min()))
+
+
+def _steps_counted(window: Window, active: Plan, conditions: Conditions) -> float:
+    """Steps of a rank per step of the window, which counts those between two averagings of `local` or does not."""
+    return 1.0 if window.counts_local else _steps_per_report(active, conditions)

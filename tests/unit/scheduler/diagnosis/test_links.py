@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from scheduler.diagnosis.links import LinkMemory, link_ratios, slow_links
 from scheduler.plan.plan import Plan
+from scheduler.policy.cost_policy import CostPolicy
 from tests.support.windows import steady, window
 
 FAST, BAD = 1e9, 1e8
@@ -88,6 +92,30 @@ def test_under_servers_steps_are_updates_of_fewer_gradients(plan: Plan, updates:
         cluster.go(100, BAD)
     expected = rounds.go(40, FAST)[3]
     assert served.go(40 * updates, FAST, plan)[3] == pytest.approx(expected, rel=0.01)
+
+
+def test_an_averaging_of_local_steps_counts_as_the_steps_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+    note = LinkMemory.note
+
+    def watched(memory: LinkMemory, *given: Any, **named: Any) -> npt.NDArray[np.float64]:
+        found = note(memory, *given, **named)
+        rates.append(float(found[3]))
+        return found
+
+    def after_a_slow_link(plan: Plan, per_window: int, *, counts_local: bool) -> float:
+        policy = CostPolicy(4)
+        for index in range(40):
+            last = BAD if index < 20 else FAST
+            seen = window(steady(4), end=100 + per_window * index, rates=[FAST, FAST, FAST, last])
+            policy.decide(replace(seen, counts_local=counts_local), plan)
+        return rates[-1]
+
+    monkeypatch.setattr(LinkMemory, "note", watched)
+    usual, local = after_a_slow_link(SYNC, 4, counts_local=False), Plan.local(4, steps=4)
+    assert BAD < usual < 0.9 * FAST
+    assert after_a_slow_link(local, 1, counts_local=False) == pytest.approx(usual, rel=0.01)
+    assert after_a_slow_link(local, 4, counts_local=True) == pytest.approx(usual, rel=0.01)
 
 
 def test_a_rank_without_a_known_rate_has_no_past() -> None:
