@@ -108,9 +108,11 @@ def _grouped(plan: Plan, conditions: Conditions) -> tuple[float, float, float]:
         float(conditions.times_s[:, list(group)].max(axis=1).mean()) + _beyond_s(conditions) + conditions.frozen_s
         for group in groups
     ]
-    size = conditions.world_size / len(groups)
+    rates = [1.0 / cycle_s for cycle_s in cycles_s]
+    # Mean over updates, of which the faster groups, usually the larger ones, make more.
+    size = sum(rate * len(group) for rate, group in zip(rates, groups, strict=True)) / sum(rates)
     length = size / conditions.world_size if plan.lr_rule == "linear" else 1.0
-    return 1.0 / sum(1.0 / cycle_s for cycle_s in cycles_s), length, size
+    return 1.0 / sum(rates), length, size
 
 
 def _local(plan: Plan, conditions: Conditions) -> tuple[float, float, float]:

@@ -64,6 +64,13 @@ def test_a_freeze_delays_all_groups() -> None:
     assert _factors(plan, frozen).normalized_step == pytest.approx(_factors(plan, usual).normalized_step)
 
 
+def test_an_update_of_unequal_groups_is_as_long_as_those_of_the_faster_ones_make_it() -> None:
+    """Seven ranks make a step per second; the rank alone, ten times slower, adds a tenth of its gradient to each."""
+    plan = Plan.grouped(8, (tuple(range(7)), (7,)))
+    found = least_relative(plan, _conditions([1.0] * 7 + [10.0]))
+    assert found == pytest.approx(8.0 / 7.1 / 10.0, rel=0.05)
+
+
 def test_what_a_mode_can_give_is_left_to_it() -> None:
     slow = _conditions([0.1, 0.1, 0.1, 0.4])
     found = bounded(rank(candidates(slow), slow), slow)
