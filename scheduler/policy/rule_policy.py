@@ -416,8 +416,11 @@ class RulePolicy:
         left_out = self._choose(named, {}, first=still)
         if not left_out:
             return self._back(window, active)
-        if set(active.members) == set(range(self.world_size)) - left_out:
+        members = set(range(self.world_size)) - left_out
+        if members == set(active.members):
             return None
+        if members.isdisjoint(active.members):  # Nobody could hand the state over.
+            return self._sync(active, "all members became slow: {label} before another subgroup")
         return self._subgroup(active, left_out, [s for s in named if s.rank not in children], children - left_out)
 
     def _adjust_servers(

@@ -332,6 +332,17 @@ def test_hosts_are_one_for_each_rank() -> None:
         RulePolicy(4, hosts=["a"])
 
 
+def test_a_subgroup_whose_members_all_become_slow_is_left_for_another_through_sync() -> None:
+    """Of two ranks, a link is slow first on one, then on the other: the two subgroups have no member in common."""
+    changes = run(
+        2, lambda r, k: {"link": 0.1} if r == (k > 70) else {}, 160, allowed=frozenset({"sync", "subgroup"})
+    )
+    met = labels(changes)
+    assert "subgroup(1)" in met and "subgroup(0)" in met
+    between = met[met.index("subgroup(1)") + 1 : met.index("subgroup(0)")]
+    assert "sync" in between
+
+
 @pytest.mark.slow
 @settings(max_examples=cases(25))
 @given(data=st.data(), n=st.integers(2, 6))
