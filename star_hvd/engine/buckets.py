@@ -105,12 +105,12 @@ class Bucket:
 
     def adopt(self, position: int) -> None:
         """Make one parameter's gradient what the buffer holds, copying it there if it is elsewhere."""
+        self._follow_format(position)  # Without a gradient, too: other ranks may have one.
         grad, view = self.params[position].grad, self.views[position]
         if grad is None:
             view.zero_()
         elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
-            self._follow_format(position)
-            self.views[position].copy_(grad)
+            view.copy_(grad)
         self.show(position)
 
     def _follow_format(self, position: int) -> None:
@@ -141,6 +141,7 @@ class Bucket:
     def show_all(self) -> None:
         """Let every parameter have what the buffer holds as its gradient."""
         for position in range(len(self.params)):
+            self._follow_format(position)
             self.show(position)
 
     def shows(self, position: int) -> bool:

@@ -53,6 +53,7 @@ __all__ = ["LocalSteps"]
 
 
 _STEPS_KEPT = 512  # Number of this rank's latest steps for which it is known which averages lack them.
+_FITS = 0.75  # Part of a step that has to fit into the time of `local(2.5s)`.
 _LEAST_WEIGHT = 1e-3  # Weight of a rank without a step since the last averaging; if no rank made one, nothing changes.
 
 
@@ -208,15 +209,16 @@ class LocalSteps:
         return flat
 
     def _due(self) -> bool:
-        """Whether this rank averages now: once its next step, if as long as the last one, would end too late.
+        """Whether this rank averages now: once a step as long as the last one would end too late.
 
-        The others wait at the averaging for the last rank, so one that stepped on would hold them up.
+        The others wait at the averaging for the last rank, so one that stepped on would hold them up. A step may end
+        late by a quarter of it, or chance would decide where a number of steps just fits.
         """
         plan, now_s = self._engine.plan, time.monotonic()
         last_s, self._ended_s = now_s - max(self._began_s, self._ended_s), now_s
         if plan.local_steps:
             return self._steps >= plan.local_steps
-        return now_s - self._began_s + last_s > plan.local_s
+        return now_s - self._began_s + _FITS * last_s > plan.local_s
 
     def average(self) -> None:
         """Average with all ranks now, and wait for them."""

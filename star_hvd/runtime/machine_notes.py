@@ -38,7 +38,7 @@ class MachineNotes:
         self._sampler: ResourceSampler | None = None
         self._registry: Registry | None = None
         self._waits: deque[float] = deque(maxlen=_KEPT)  # Under one plan.
-        self._plan_id, self._after = -1, 0
+        self._under, self._after = (-1, -1), 0  # Optimizer and plan.
         self._headroom = CpuHeadroom(cgroup_directory())
         self._first, self._first_s = self._counters()
 
@@ -99,8 +99,9 @@ class MachineNotes:
         if not drivers:
             return 0.0, 0.0
         reporter = drivers[0].reporter
-        if reporter.engine.plan.plan_id != self._plan_id:
-            self._plan_id = reporter.engine.plan.plan_id
+        under = reporter.number, reporter.engine.plan.plan_id
+        if under != self._under:
+            self._under = under
             self._waits.clear()
             self._after = reporter.steps_logged + 1  # The step under way may still be one of the plan before.
         if reporter.steps_logged <= self._after:  # Before the first step the wait is 0.

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["failed", "forget", "handling_error", "watch"]
+__all__ = ["failed", "forget", "handling_error", "note_step", "watch"]
 
 _NO_ERRORS = (StopIteration, StopAsyncIteration, GeneratorExit)  # The end of the data, or of a generator.
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RESUME")
@@ -30,9 +30,8 @@ _handled_before: int | None = None  # Id of the error within whose `except` the 
 
 def watch() -> None:
     """Start watching; call it on the main thread, from inside the user's program."""
-    global _module, _handled_before
-    error = sys.exc_info()[1]
-    _handled_before = None if error is None else id(error)  # Not the error, which would keep its frames' tensors.
+    global _module
+    note_step()
     if threading.current_thread() is threading.main_thread():
         _module = _main_frame() or _module
     if _before:  # Only once; a hook set later calls ours.
@@ -41,6 +40,13 @@ def watch() -> None:
     for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
         if hasattr(place, name):
             setattr(place, name, _noting(getattr(place, name)))
+
+
+def note_step() -> None:
+    """Note that the program trains: within an `except`, it goes on in spite of that error."""
+    global _handled_before
+    error = sys.exc_info()[1]
+    _handled_before = None if error is None else id(error)  # Not the error, which would keep its frames' tensors.
 
 
 def failed() -> bool:

@@ -128,6 +128,10 @@ def may_start() -> bool:
     return not env.elastic() or _inside_elastic > 0
 
 
+_AFTER_ERROR_S = 60.0
+"""Longest wait for the other ranks within the handling of an error: on one rank alone it has to end the job, as under
+plain Horovod; an early end of the training that is an exception, too, comes on all ranks within some steps."""
+
 _continues = False  # Whether the training of a world that is gone goes on (elastic).
 
 
@@ -143,14 +147,17 @@ def on_reset() -> None:
 def shutdown() -> None:
     """Wait until all ranks have finished, contributing to the steps of those that have not; then stop.
 
-    A rank that is here because of an error, in a `finally` for example, waits for nobody.
+    A rank that is here within a `finally` or `except` may be so because of an error, or because its training has ended
+    early, as the others' has: it waits for them for a minute at most.
     """
     global _current, _continues
     forget_unlogged()
     _continues &= env.elastic()  # What is trained after a new `init` is another training.
     if _current is not None:
-        failed = program_end.failed() or program_end.handling_error()
-        _current.stop(drain=not failed, failed=failed)
+        longest_s = _current.config.shutdown_deadline_s
+        if program_end.handling_error():
+            longest_s = min(longest_s, _AFTER_ERROR_S)
+        _current.stop(drain=not program_end.failed(), longest_s=longest_s)
         _current = None
 
 
@@ -338,6 +345,7 @@ class Runtime:
         """Note that the calling thread, which is the one that trains, has collected the gradients of a step."""
         self.steps_ended += 1
         self._meetings.note_training_thread()
+        program_end.note_step()
 
     @property
     def trains(self) -> bool:
@@ -598,12 +606,12 @@ class Runtime:
         """Whether it has been stopped: Horovod was shut down, or this rank's world is gone."""
         return self._stopped
 
-    def stop(self, *, drain: bool, failed: bool = False) -> None:
+    def stop(self, *, drain: bool, longest_s: float | None = None) -> None:
         """Stop the threads and close the sockets.
 
         Args:
             drain: First wait until all ranks have finished; until then the helpers contribute for this rank.
-            failed: Whether an error is the reason, so that the log says so.
+            longest_s: For so long at most; `Config.shutdown_deadline_s` if None.
         """
         if self._stopped or os.getpid() != self._pid:
             return
@@ -614,14 +622,17 @@ class Runtime:
                 logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
         self._stopped = True
         self._unwatch_threads()
+        limit_s, finished = self.config.shutdown_deadline_s, False
+        after_error = longest_s is not None and longest_s < limit_s
+        limit_s = limit_s if longest_s is None else longest_s
         if drain and self.trains and not any(d.failure for d in self.drivers.values()):
             try:
-                self._drain()
+                finished = self._drain(limit_s)
             except Exception as error:  # As above; servers may confirm nothing any more, for example.
                 logger.error("rank %d leaves with the parameters it has: %s", self.rank, error)
         for driver in self.drivers.values():
             driver.stop()
-            _close_log(driver, ended=drain, failed=failed)
+            _close_log(driver, ended=drain, failed=after_error and not finished)
         if drain and self.rank == 0 and self._next_optimizer_id:
             check_curves(self._curves)
         if hasattr(self, "services"):  # `start` may have failed halfway.
@@ -636,27 +647,29 @@ class Runtime:
         if self._folder is not None:
             self._folder.close()
 
-    def _drain(self) -> None:
+    def _drain(self, longest_s: float) -> bool:
+        """Wait until all ranks have finished; return whether they have."""
         self._meetings.finished()
         self.agent.send(messages.Finished(self.rank))
-        limit_s = time.monotonic() + self.config.shutdown_deadline_s
+        limit_s = time.monotonic() + longest_s
         while not self._bye.wait(0.2):
             if any(d.failure for d in self.drivers.values()):
-                return
+                return False
             if time.monotonic() > limit_s:
                 logger.error(
                     "rank %d leaves although other ranks still train: they took longer than %g s after its end",
                     self.rank,
-                    self.config.shutdown_deadline_s,
+                    longest_s,
                 )
-                return
+                return False
             if time.monotonic() - self.agent.last_heard_s > self.config.lost_after_s:
-                return
+                return False
         if self._lost:
             logger.error("ranks %s were lost", self._lost)
-            return
+            return False
         # Parameters read after `shutdown` are those of the last step, the same on every rank.
         self._meetings.meet("shutdown", self.config.control_deadline_s, out_of_data=True)
+        return True
 
     # ---- agent thread ---------------------------------------------------------------------------------------
 

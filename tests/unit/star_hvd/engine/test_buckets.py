@@ -193,6 +193,17 @@ def test_buffers_of_a_bucket_are_split_alike() -> None:
         assert torch.equal(ours, theirs) and ours.stride() == theirs.stride()
 
 
+@pytest.mark.parametrize("gradient", [True, False])
+def test_a_rank_without_a_gradient_follows_a_new_memory_format_too(gradient: bool) -> None:
+    """Else the sum of all ranks, in the new format, would be taken for one in the old format here."""
+    param = torch.nn.Parameter(torch.randn(4, 3, 5, 5))
+    (bucket,) = pack([param], 1 << 20)
+    param.data = param.data.to(memory_format=torch.channels_last)
+    param.grad = torch.randn(4, 3, 5, 5) if gradient else None
+    bucket.adopt(0)
+    assert bucket.views[0].stride() == param.stride() == param.grad.stride()  # type: ignore[union-attr]
+
+
 @pytest.mark.slow
 def test_a_fused_step_is_that_of_the_usual_format() -> None:
     """Fused kernels pair elements by their place in memory and say nothing where the formats differ."""

@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def driver(compute_s: float, wait_s: float) -> Any:
     times = SimpleNamespace(compute_s=compute_s)
     engine = SimpleNamespace(plan=SimpleNamespace(plan_id=0))
-    reporter = SimpleNamespace(times=times, wait_s=wait_s, steps_logged=0, engine=engine, log=None)
+    reporter = SimpleNamespace(times=times, wait_s=wait_s, steps_logged=0, engine=engine, log=None, number=0)
     return SimpleNamespace(reporter=reporter)
 
 

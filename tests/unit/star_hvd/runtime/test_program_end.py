@@ -95,6 +95,7 @@ def leave(error):
         ("try:\n    pass\nfinally:\n    end()", False),
         ("try:\n    leave(ValueError())\nexcept ValueError:\n    pass\nend()", False),
         ("try:\n    next(iter([]))\nexcept StopIteration:\n    end()", False),
+        ("try:\n    leave(OSError())\nexcept OSError:\n    program_end.note_step()\n    end()", False),
         ("try:\n    leave(ImportError())\nexcept ImportError:\n    start()\n    end()", False),
         ("try:\n    leave(OSError())\nexcept OSError:\n    start()\n    with Block():\n        leave(OSError())", True),
     ],
