@@ -419,7 +419,7 @@ class RulePolicy:
         members = set(range(self.world_size)) - left_out
         if members == set(active.members):
             return None
-        if members.isdisjoint(active.members):  # Nobody could hand the state over.
+        if members.isdisjoint(active.members):  # No rank could hand the state over.
             return self._sync(active, "all members became slow: {label} before another subgroup")
         return self._subgroup(active, left_out, [s for s in named if s.rank not in children], children - left_out)
 

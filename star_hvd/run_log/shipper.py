@@ -35,7 +35,7 @@ logger = logging.getLogger("star_hvd.run_log")
 _POLL_S, _SOON_S = 2.0, 0.2
 _LINGER_S = 300.0
 """Creating MLflow's tables takes 5 s of CPU time and many small writes to disk, of which this process gets few on a
-busy machine: 120 s were too short where 15 processes shared two cores."""
+busy machine."""
 _RANKS_S = 10.0
 _IDLE_S = 30.0
 _LARGEST_PAUSE_S = 60.0

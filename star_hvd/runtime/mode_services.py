@@ -82,7 +82,7 @@ class ModeServices:
         self._keyring = keyring
         self._send = send
         self._drivers = drivers
-        self.sets = SetKeeper(len(keyring.peers), self._set_done, check_ranks)
+        self.sets = SetKeeper(len(keyring.peers), self._set_done, check_ranks, config.control_deadline_s)
         self._changed = ordered_condition("ModeServices._changed")
         self._set_reasons: dict[Ranks, str | None] = {}
         self._link_bytes_per_s = 0.0  # Rate of this rank's link as last measured.

@@ -14,6 +14,7 @@ import math
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object
 
 from star_hvd import env, patches
+from star_hvd.errors import DeadlineError
 from star_hvd.locks import ordered_condition
 from star_hvd.threads import supervised
 
@@ -124,15 +126,20 @@ class SetKeeper:
         on_done: Called in the keeper's thread after each add, with the ranks in ascending order and None, or the reason
             why there is no such set.
         check: Called while a change of the user's waits; raises what makes waiting pointless.
+        orders_deadline_s: Longest wait of such a change for orders that other ranks have begun.
     """
 
     def __init__(
-        self, world_size: int, on_done: Callable[[Ranks, str | None], None], check: Callable[[], None] = lambda: None
+        self,
+        world_size: int,
+        on_done: Callable[[Ranks, str | None], None],
+        check: Callable[[], None] = lambda: None,
+        orders_deadline_s: float = 300.0,
     ) -> None:
         self._world_size = world_size
         self._world = tuple(range(world_size))
         self._on_done = on_done
-        self._check = check
+        self._check, self._orders_deadline_s = check, orders_deadline_s
         self._orders: queue.SimpleQueue[tuple[str, Ranks] | None] = queue.SimpleQueue()
         self._sets: dict[Ranks, ProcessSet] = {}
         self._foreign: set[Ranks] = set()
@@ -195,6 +202,7 @@ class SetKeeper:
 
         Raises:
             ValueError: The program has already added it, or Horovod cannot.
+            DeadlineError: A change for a plan that other ranks have begun did not come here.
         """
         made = given if isinstance(given, ProcessSet) else ProcessSet(given)
         ranks = tuple(made.ranks or ())
@@ -231,8 +239,15 @@ class SetKeeper:
         try:
             last = max(allgather_object(begun, name="star.sets.begun"))
             self._hold_back(last)
+            limit_s = time.monotonic() + self._orders_deadline_s
             while not self._has_ended(last):
                 self._check()
+                if time.monotonic() > limit_s:
+                    raise DeadlineError(
+                        f"{self._ended} of {last} changes of process sets for plans were made here within "
+                        f"{self._orders_deadline_s:g} s, and the program's has to follow them; see the logs of rank 0 "
+                        "and of the other ranks"
+                    )
             yield
         finally:
             self._hold_back(math.inf)

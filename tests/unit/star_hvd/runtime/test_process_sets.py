@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from star_hvd import patches
-from star_hvd.errors import StarError
+from star_hvd.errors import DeadlineError, StarError
 from star_hvd.runtime import process_sets
 from star_hvd.runtime.process_sets import MAX_SETS, SetKeeper, prepare_init, static_catalogue, unavailable_reason
 from tests.support.effort import cases
@@ -69,9 +69,9 @@ def horovod(monkeypatch: pytest.MonkeyPatch) -> Iterator[Horovod]:
 
 
 class Told:
-    def __init__(self, check: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, check: Callable[[], None] = lambda: None, **settings: float) -> None:
         self.news: queue.SimpleQueue[tuple[tuple[int, ...], str | None]] = queue.SimpleQueue()
-        self.keeper = SetKeeper(WORLD, lambda ranks, reason: self.news.put((ranks, reason)), check)
+        self.keeper = SetKeeper(WORLD, lambda ranks, reason: self.news.put((ranks, reason)), check, **settings)
         self.keeper.start()
 
     def add(self, *ranks: int) -> str | None:
@@ -303,6 +303,17 @@ def test_what_ends_waits_ends_a_users_change(horovod: Horovod, monkeypatch: pyte
         told.keeper.add_users([0, 1])
     assert horovod.log == []
     assert told.add(1, 2) is None
+    told.keeper.stop(WAIT_S)
+
+
+def test_a_users_change_does_not_wait_for_ever_for_an_order_that_never_comes(
+    horovod: Horovod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _alone(monkeypatch, begun_elsewhere=1)
+    told = Told(orders_deadline_s=0.0)
+    with pytest.raises(DeadlineError, match="0 of 1 changes of process sets"):
+        told.keeper.add_users([0, 1])
+    assert told.add(1, 2) is None, "orders go on"
     told.keeper.stop(WAIT_S)
 
 
