@@ -105,6 +105,7 @@ class SharePolicy:
         self._look = FIRST
         self._since = 0  # Reports of rank 0 since the last change.
         self._previous = self._present = self._equal
+        self._forced: tuple[int, ...] | None = None  # Shares decided on for a limit alone.
         self._first_s: dict[int, float] = {}  # First report of each rank, until a change.
 
     @property
@@ -135,25 +136,36 @@ class SharePolicy:
         at_start = len(self._first_s) == len(now) and now == self._equal and not self.informed
         if at_start and not too_large and can_hold(sum(now), most):
             return self._decide_at_start(now, most, least)
-        if not can_hold(sum(self._equal), most) or not (too_large or self.informed):
+        if not can_hold(sum(self._equal), most):
             return None
-        follows = too_large or self.curves.reports_since_change() >= self._look
+        if too_large:
+            return self._forced_by(most, least)
+        return self._decide_by_times(now, most, least) if self.informed else None
+
+    def _forced_by(self, most: Sequence[int], least: int) -> tuple[int, ...]:
+        """Return the best shares within the limits by what is known, be that little: the present ones do not fit."""
+        levels_s = self.curves.latest_levels_s() or [1.0] * len(self._equal)
+        found = solve_shares(levels_s, self.curves.batch, self.curves.fixed, most, least)
+        self.ratio = self._time_s(levels_s, found) / self._time_s(levels_s, self._equal)
+        self._forced = found
+        return found
+
+    def _decide_by_times(self, now: tuple[int, ...], most: Sequence[int], least: int) -> tuple[int, ...] | None:
+        follows = self.curves.reports_since_change() >= self._look
         equal_fits = not any(0 < limit < self.curves.batch for limit in most)
         latest: list[list[float]] = []  # Levels over fewer reports.
         for count in sorted({FIRST, self._look, max(SHORT, self._look), LONG}):
             levels_s = self.curves.levels_s(count)
-            if levels_s is None and too_large:
-                levels_s = [1.0] * len(now)
             if levels_s is None:
                 continue
             found = self._equal
-            if follows and (too_large or count >= self._look):
+            if follows and count >= self._look:
                 found = solve_shares(levels_s, self.curves.batch, self.curves.fixed, most, least)
                 if now != self._equal and equal_fits and self._is_soon and self._undoes(found):
                     found = self._equal
             elif not equal_fits:
                 continue
-            if found != now and (too_large or self._gains(levels_s, latest, now, found, count)):
+            if found != now and self._gains(levels_s, latest, now, found, count):
                 self.ratio = self._time_s(levels_s, found) / self._time_s(levels_s, self._equal)
                 return found
             latest.append(levels_s)
@@ -185,10 +197,15 @@ class SharePolicy:
     def changed(self, shares: Sequence[int]) -> None:
         """Record that a change was ordered.
 
-        One that soon undoes the previous one doubles the number of reports that a quick decision needs.
+        One that soon undoes the previous one doubles the number of reports that a quick decision needs, unless a limit
+        forced it: that says nothing about the ranks' speeds.
         """
         self._first_s = {}
         now = tuple(shares) or self._equal
+        forced, self._forced = self._forced, None
+        if now == forced:
+            self._present = now  # What follows is compared with the shares before those that did not fit.
+            return
         if self._undoes(now) and self._is_soon:
             self._look = min(LONG, 2 * max(SHORT, self._look))
         self._previous, self._present, self._since = self._present, now, 0

@@ -159,6 +159,13 @@ class TimeCurves:
         found: list[float] = np.median(_levels_s(reports, self.fixed), axis=1).tolist()
         return found
 
+    def latest_levels_s(self) -> list[float] | None:
+        """The level of every rank by up to its last `SHORT` reports, however uncertain; None if one has no report."""
+        if not all(reports.recent for reports in self._reports):
+            return None
+        latest = (np.array(list(each.recent)[-SHORT:]) for each in self._reports)
+        return [float(np.median(_levels_s(reports, self.fixed))) for reports in latest]
+
     def scatter(self, count: int) -> float:
         """Relative standard error of a level over `count` reports, of the rank where it is largest.
 

@@ -147,6 +147,28 @@ def test_bounds_hold() -> None:
     assert SharePolicy(2, 10).decide((), most=[8, 0]) == (8, 12), "before any report"
 
 
+@pytest.mark.parametrize("jitter", [0.0, 0.3])
+def test_a_share_that_did_not_fit_costs_the_others_nothing_of_what_is_known(jitter: float) -> None:
+    """The first balanced step runs out of memory. The slow rank keeps its small batch, however unequal two steps are,
+    and to give up what does not fit is no flap, behind which the next change would take longer.
+    """
+    job = Job(lambda rank, step: 4.0 if rank == 2 else 1.0, fixed=0.0, jitter=0.02).run(5)
+    assert job.shares[1] > 20 and job.shares[2] < 12
+    for rank, share in enumerate(job.shares):
+        for sign in (-1.0, 1.0):
+            time_s = (1.0 + sign * jitter) * job.slow(rank, 0) * share / BATCH
+            job.policy.note(rank, share, time_s)
+    found = job.policy.decide(job.shares, most=[0, 20, 0, 0])
+    assert found is not None and found[1] <= 20 < max(found) and found[2] < 12
+    job.policy.changed(found)
+    job.shares, job.slow, job.changes = found, lambda rank, step: 1.0, []
+    job.run(30)
+    assert job.changes and job.changes[0][1] == (BATCH,) * 4
+    job.slow, job.changes, begin = lambda rank, step: 4.0 if rank == 0 else 1.0, [], job.step
+    job.run(30)
+    assert job.changes and job.changes[0][0] - begin <= 10
+
+
 @given(
     st.lists(st.tuples(st.floats(0.1, 10.0), st.integers(0, 9)), min_size=2, max_size=3),
     st.integers(1, 5),
