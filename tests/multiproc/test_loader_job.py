@@ -48,7 +48,8 @@ def test_every_sample_once_in_a_relaxed_mode_whoever_leaves_its_loop(jobs: tuple
         assert together(parts) == ALL
     assert len(first[0]["epochs"][0]) == 3 * BATCH
     assert len({each["digest"] for each in first}) == 1
-    assert len(first[3]["epochs"][3]) < len(first[0]["epochs"][3]), "the slow rank takes fewer"
+    *others, slow = (len(each["epochs"][3]) for each in first)
+    assert slow < max(others), "the slow rank takes fewer"
 
 
 def test_a_sampler_of_the_user_s_gives_the_order(jobs: tuple[JobResult, JobResult]) -> None:
