@@ -47,7 +47,7 @@ def test_a_wait_sleeps_until_the_operation_has_ended() -> None:
 
 
 def test_a_cycle_begins_when_somebody_waits_for_it() -> None:
-    """Ten cycles of 300 ms take three seconds; with nobody asleep, ten reductions take some milliseconds."""
+    """A reduction takes a cycle of 300 ms otherwise; with nobody asleep, some milliseconds."""
     for facts in run_job("tests.multiproc.hurry_job", ranks=2, fresh=True).check().results:
         assert facts["patched"], "patch 0015 is missing in this build of Horovod"
         assert facts["hurried_s"] < 0.5 * facts["usual_s"], facts
