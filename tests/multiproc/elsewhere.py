@@ -14,6 +14,7 @@ import torch
 import star_hvd as hvd
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.state_source import StateSource
+from star_hvd.runtime import runtime
 from tests.multiproc.modes import CONFIG, OwnSGD, deadline, finish, publish, within
 from tests.multiproc.scenarios import Facts, batch, compute, model, run_each
 from tests.support.inside import driver_of
@@ -90,13 +91,24 @@ def long_step(rank: int) -> Facts:
     return job.finish(passed=passed)
 
 
+def await_coordinator(optimizer: Any) -> None:
+    """Wait until the coordinator, on rank 0, has heard from all ranks that the plan is in force: it takes the next."""
+    run, began_s, switching = runtime.current(), time.monotonic(), True
+    while run is not None and run.coordinator is not None and switching:
+        assert within(began_s), "the coordinator has not heard of the plan"
+        time.sleep(0.002)
+        with run.coordinator.job_state() as job:
+            switching = job.optimizers[driver_of(optimizer).number].switching
+
+
 def met(base: type[torch.optim.SGD]) -> Facts:
     """Who has the state of a subgroup waits in the user's own collective, for a rank that joins the next subgroup."""
     job, joins = Job(base), "subgroup(1,2)"
     job.step_until("subgroup(0,2,3)")
-    for _ in range(5):  # The coordinator hears that the plan is in force, and takes the next one.
+    for _ in range(5):
         job.step()
     hvd.barrier()
+    await_coordinator(job.optimizer)
     publish(job.optimizer, joins)
     if job.rank in (1, 3):
         began_s = time.monotonic()
