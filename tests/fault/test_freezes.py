@@ -79,9 +79,8 @@ def test_a_process_that_forks_servers_is_replaced_when_it_is_frozen_or_dead() ->
     with cluster(Plan.ps(2, 2), servers=1, processes=True) as made:
         server = made.servers[0]
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            forks = psutil.Process(server.pid).ppid()
+            forks, deaths = psutil.Process(server.pid).ppid(), made.deaths
             os.kill(forks, number)
-            deaths = made.deaths
             if number == signal.SIGSTOP:
                 made.kill(0)
             while made.deaths == deaths:
