@@ -276,8 +276,8 @@ class TestDriver:
     @pytest.mark.slow
     def test_a_job_that_hangs_is_ended_with_its_children(self, tmp_path: Path) -> None:
         started_s = time.monotonic()
-        with pytest.raises(JobFailed, match="printed nothing for 4 s"):
-            _job(tmp_path, _parent_of_a_detached_worker(tmp_path), stall_s=4.0)
+        with pytest.raises(JobFailed, match="printed nothing for 10 s"):
+            _job(tmp_path, _parent_of_a_detached_worker(tmp_path), stall_s=10.0)
         assert time.monotonic() - started_s < 55.0, "it was not ended: it slept to its end"
         (worker,) = tmp_path.glob("*.pid")
         assert not _runs(int(worker.stem))
@@ -285,8 +285,8 @@ class TestDriver:
     @pytest.mark.slow
     def test_a_job_that_never_ends_is_ended(self, tmp_path: Path) -> None:
         source = "import time\nwhile True: print('busy', flush=True); time.sleep(0.1)"
-        with pytest.raises(JobFailed, match=r"(?s)did not end within 4 s.*busy"):
-            _job(tmp_path, source, deadline_s=4.0)
+        with pytest.raises(JobFailed, match=r"(?s)did not end within 10 s.*busy"):
+            _job(tmp_path, source, deadline_s=10.0)
 
     @pytest.mark.slow
     def test_a_driver_that_is_told_to_end_ends_its_job(self, tmp_path: Path) -> None:
