@@ -18,6 +18,7 @@ from tests.contract.harness import (
     mlp,
     raises,
     train,
+    until_relaxed,
     values_of,
     warned,
     wrapped,
@@ -112,11 +113,7 @@ def bad_config(ctx: Context) -> None:
 @case(modes=("sync",))
 def a_plan_as_mode(ctx: Context) -> None:
     model, optimizer = wrapped(ctx.star, mode=star_hvd.Plan.partial(ctx.size, ctx.size))
-    for step in range(8):
-        optimizer.zero_grad()
-        differentiate(model, step)
-        optimizer.step()
-        horovod.barrier()  # Time for the coordinator's answer.
+    until_relaxed(optimizer, lambda: make_steps(model, optimizer, 1))
     assert optimizer.mode == f"partial({ctx.size})", optimizer.mode
     _, quiet = wrapped(ctx.star, mode="sync")
     assert quiet.mode == "sync"

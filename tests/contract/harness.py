@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -38,11 +39,13 @@ __all__ = [
     "raises",
     "reference",
     "train",
+    "until_relaxed",
     "values_of",
     "warned",
     "wrapped",
 ]
 
+FORCE_S = 120.0  # Reached only if a mode never comes into force.
 Values = dict[str, torch.Tensor]
 OptimizerOf = Callable[[Any], torch.optim.Optimizer]
 
@@ -207,6 +210,14 @@ def apply_reference(
     for param, mean in zip(model.parameters(), means, strict=True):
         param.grad = mean
     optimizer.step()
+
+
+def until_relaxed(optimizer: Any, step: Callable[[], None]) -> None:
+    """Make steps until all ranks are in another mode than `sync`, however many: rank 0 may be held up. Collective."""
+    limit_s = time.monotonic() + FORCE_S
+    while not all(star_hvd.allgather_object(optimizer.mode != "sync", name="contract.mode")):
+        assert time.monotonic() < limit_s, "the mode never came into force"
+        step()
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------
