@@ -71,7 +71,7 @@ class Load:
             assert process.stdin is not None
             process.stdin.close()
         for process in self._processes:
-            process.wait(10.0)
+            process.wait(60.0)
 
 
 def worker(out: Path, mode: str, steps: int) -> None:

@@ -89,11 +89,15 @@ class Nemesis:
 
     def _owners(self) -> list[int]:
         """Return the ranks that run a server, waiting if a killed server has not been replaced yet."""
+        return self._awaited(lambda: [rank for rank in range(len(self.ready)) if self._servers(rank)])
+
+    def _awaited(self, look: Callable[[], list[Any]]) -> list[Any]:
+        """Return what `look` finds, waiting until it finds something."""
         limit_s = time.monotonic() + SERVERS_S
-        while not (owners := [rank for rank in range(len(self.ready)) if self._servers(rank)]):
-            assert time.monotonic() < limit_s, f"no rank has had a server for {SERVERS_S:g} s"
+        while not (found := look()):
+            assert time.monotonic() < limit_s, f"there has been no server for {SERVERS_S:g} s"
             time.sleep(0.05)
-        return owners
+        return found
 
     def _servers(self, rank: int) -> list[psutil.Process]:
         found = []
@@ -105,7 +109,9 @@ class Nemesis:
         return found
 
     def _process(self, rank: int, role: str) -> psutil.Process:
-        return self._servers(rank)[0] if role == "server" else psutil.Process(self.ready[rank]["pid"])
+        if role == "server":  # That `_owners` has seen may have been killed, and its successor not be there yet.
+            return self._awaited(lambda: self._servers(rank))[0]
+        return psutil.Process(self.ready[rank]["pid"])
 
     def _pause(self, rank: int, role: str) -> None:
         process = self._process(rank, role)
