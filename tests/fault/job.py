@@ -11,7 +11,6 @@ import hashlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ import torch
 
 import star_hvd as hvd
 from star_hvd.runtime import runtime
+from tests.support import signals
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, mark, marked
 from tests.support.threads import running
@@ -29,6 +29,7 @@ STEPS, STRIKES_AT = 60, 12
 # So many that the launcher ends the job before, unless the rank that fails waits for the others to finish.
 FATAL_STEPS = 6000
 STEP_S = 0.01
+FROZEN_S = 3.0
 CONFIG = hvd.Config(
     step_deadline_s=600.0,
     shutdown_deadline_s=600.0,
@@ -42,6 +43,7 @@ SHORT = hvd.Config(step_deadline_s=40.0, shutdown_deadline_s=30.0, control_deadl
 
 KNOCKS = 6  # Three at each of two ports.
 DAMAGED = (b"", b"\xc1", b"\x92\x01\xa5hello", bytes(2000))
+LINGER_MS = round(1000 * PATIENCE_S)  # What is not sent within this is never counted.
 
 
 def kill() -> None:
@@ -84,9 +86,8 @@ def fork_child() -> None:
 
 
 def freeze() -> None:
-    """Stop for three seconds; a process of its own ends it."""
-    subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
+    """Stop for three seconds; a process of its own, which sees this one stand still, ends it."""
+    assert signals.freeze("frozen", (), at_least_s=FROZEN_S)
 
 
 def throw_garbage() -> None:
@@ -105,7 +106,7 @@ def throw_garbage() -> None:
         identity = str(run.world_size + number).encode()
         dealer = run.keyring.client(0, identity, port=run.keyring.peers[0].control_port)
         dealer.send(data)
-        dealer.close(linger=2000)
+        dealer.close(linger=LINGER_MS)
 
 
 def break_coordinator() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fault.job import FATAL_STEPS, STEPS
+from tests.fault.elastic_job import RESUMED
+from tests.fault.job import FATAL_STEPS, FROZEN_S, STEPS
 from tests.support.elastic import ELASTIC_LIMIT_S, run_elastic
 from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 
@@ -51,7 +52,7 @@ def test_a_frozen_rank_only_delays(mode: str) -> None:
     result = job(mode, "freeze", 1).check()
     assert [r["steps"] for r in result.results] == [STEPS] * RANKS
     assert len({r["digest"] for r in result.results}) == 1
-    assert result.elapsed_s > 3.0
+    assert result.elapsed_s > FROZEN_S
 
 
 def test_strangers_and_damaged_messages_are_counted_and_training_goes_on() -> None:
@@ -83,8 +84,8 @@ def test_survivors_of_an_elastic_job_go_on_from_their_last_commit(tmp_path: Path
     survivors = [r for r in result.results if r]
     assert len(survivors) == 2, result.tail
     for facts in survivors:
-        assert facts["step"] == 40 and facts["size"] == 2
-        assert facts["resumed"][0] == 0 and facts["resumed"][-1] in (5, 10), "it goes on from a commit"
+        assert facts["step"] >= 40 and facts["size"] == 2
+        assert facts["resumed"][0] == 0 and facts["resumed"][-1] in RESUMED[mode], "it goes on from a commit"
     assert len({facts["digest"] for facts in survivors}) == 1
     assert [facts["beside"] for facts in survivors] == ["sync"] * 2
     why = "mode sync(3,2,2,1) is not possible with 2 ranks: plan batch_shares has 4 numbers"
@@ -135,7 +136,7 @@ def test_an_elastic_job_recovers_from_a_failure_of_the_channel(tmp_path: Path, m
     assert [facts["size"] for facts in result.results] == [4] * 4, "nobody died"
     for facts in result.results:
         assert facts["step"] == 40
-        assert facts["resumed"][0] == 0 and facts["resumed"][-1] in (5, 10), "it goes on from a commit"
+        assert facts["resumed"][0] == 0 and facts["resumed"][-1] in RESUMED[mode], "it goes on from a commit"
     assert len({facts["digest"] for facts in result.results}) == 1
 
 
