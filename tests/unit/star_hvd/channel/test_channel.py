@@ -240,10 +240,14 @@ def test_a_stranger_with_a_key_of_its_own_fetches_nothing(ranks: Ranks) -> None:
     stranger = Keyring()
     stranger.admit(ranks.peers)  # It has learned the server's public key and its address.
     before = ranks.rings[0].denied
-    with pytest.raises(DeadlineError, match=r"rank 0 were not complete after 0\.6"):
-        fetch(stranger, 0, 0, 0.6)
+    def fetches_nothing() -> bool:
+        with pytest.raises(DeadlineError, match=r"rank 0 were not complete after \d"):
+            fetch(stranger, 0, 0, 0.6)
+        return ranks.rings[0].denied > before
+
+    # On a busy machine a connection may end before it has reached the server: again, until one was turned away.
+    assert within(fetches_nothing), "it was not counted"
     stranger.close()
-    assert within(lambda: ranks.rings[0].denied > before), "it was not counted"
     assert ranks.fetched == [] and ranks.server.malformed == 0
     assert_served(ranks)
 
@@ -256,9 +260,10 @@ def test_a_client_without_any_key_fetches_nothing(ranks: Ranks) -> None:
     plain.connect(f"tcp://127.0.0.1:{ranks.tensor_port}")
     plain.send(bytes(4))
     assert not plain.poll(500), "it got an answer"
+    assert within(lambda: ranks.rings[0].denied > before), "it was not counted"  # Its connection may take longer.
+    assert not plain.poll(0), "it got an answer"
     plain.close(linger=0)
     context.term()
-    assert within(lambda: ranks.rings[0].denied > before), "it was not counted"
     assert ranks.fetched == [] and ranks.server.malformed == 0
     assert_served(ranks)
 
