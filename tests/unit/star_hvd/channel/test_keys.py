@@ -33,9 +33,9 @@ def test_a_rank_of_the_job_is_heard_under_its_identity(ring: Any) -> None:
     _, router, port, friend = ring
     dealer = friend.client(0, b"1", port=port)
     dealer.send(b"hello")
-    assert router.poll(10_000) and router.recv_multipart() == [b"1", b"hello"]
+    assert router.poll(60_000) and router.recv_multipart() == [b"1", b"hello"]
     router.send_multipart([b"1", b"and you"])
-    assert dealer.poll(10_000) and dealer.recv() == b"and you"
+    assert dealer.poll(60_000) and dealer.recv() == b"and you"
     dealer.close(linger=0)
 
 
@@ -46,7 +46,8 @@ def test_a_foreign_key_is_denied_and_counted(ring: Any) -> None:
     dealer = stranger.client(0, b"1", port=port)
     dealer.send(b"hello")
     assert not router.poll(700), "a stranger was heard"
-    assert not dealer.poll(0) and own.denied >= 1
+    assert denied_within(own, 60.0), "the attempt was not counted"  # Its handshake may take longer on a busy machine.
+    assert not router.poll(0) and not dealer.poll(0)
     dealer.close(linger=0)
     stranger.close()
     test_a_rank_of_the_job_is_heard_under_its_identity(ring)
@@ -67,8 +68,9 @@ def test_a_client_without_any_key_gets_nothing_and_is_counted(ring: Any) -> None
     plain.connect(f"tcp://127.0.0.1:{port}")
     plain.send(b"hello")
     assert not router.poll(700) and not plain.poll(0)
-    plain.close(linger=0)
     assert denied_within(own, 60.0), "the attempt was not counted"
+    assert not router.poll(0) and not plain.poll(0)
+    plain.close(linger=0)
 
 
 @pytest.mark.parametrize("junk", [b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 40, b"\xff" + bytes(63), b""])
