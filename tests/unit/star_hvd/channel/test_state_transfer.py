@@ -290,14 +290,17 @@ def test_a_paced_reply_comes_in_small_parts_no_faster_than_asked_for() -> None:
 
 
 def test_a_paced_reply_ends_where_its_asker_asks_again_and_others_do_not_wait_for_it() -> None:
-    snapshot = example(numel=40_000)
+    snapshot = example(numel=200_000)
     with two_rings() as (_, client, router, _):
         server = TensorServer(router, lambda engine, state_too, least: snapshot if engine == 0 else None, 1 << 20)
         server.start()
-        asking = Asking(client, 20_000.0)  # Ten seconds.
+        asking = Asking(client, 20_000.0)  # A minute and a half: nothing here waits for its end.
         try:
             with pytest.raises(DeadlineError):
                 ask(asking.caller, 0, 0, time.monotonic() + 0.2, state_too=True, pace=asking.pace)
+            limit_s = time.monotonic() + 60.0
+            while not server.paced_replies and time.monotonic() < limit_s:  # The connection may take longer.
+                time.sleep(0.01)
             assert server.paced_replies
             got = fetch(client, 0, 0, 60.0)
             assert got is not None and same(got, snapshot) and server.paced_replies, "another connection"
