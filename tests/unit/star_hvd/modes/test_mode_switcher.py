@@ -32,7 +32,7 @@ SUBGROUP = Plan.subgroup(4, (0, 1, 2), plan_id=1)
 SERVED = Plan.ps(4, 3, servers=(1,), plan_id=2)
 BACK = Plan.sync(4, plan_id=3)
 OTHER = Plan.ps(4, 2, servers=(2,), plan_id=4)
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Engine:
@@ -111,7 +111,9 @@ class Servers:
 class Rank:
     """A switcher with what is around it; the thread that prepares runs when the test says so."""
 
-    def __init__(self, rank: int, engine: Any = None, services: Any = None, ranks: Any = None) -> None:
+    def __init__(
+        self, rank: int, engine: Any = None, services: Any = None, ranks: Any = None, push_deadline_s: float = 0.05
+    ) -> None:
         self.engine = engine or Engine(rank)
         self.services = services or Servers()
         self.tasks: deque[Callable[[], None]] = deque()
@@ -120,7 +122,7 @@ class Rank:
         self.switcher = ModeSwitcher(
             0, self.engine, self.services, report=self.report,
             unsupported=lambda plan, reason: None, ranks=ranks, local=cast(Any, None),
-            later=self.tasks.append, deadline_s=1.0, push_deadline_s=0.05,
+            later=self.tasks.append, deadline_s=1.0, push_deadline_s=push_deadline_s,
         )  # fmt: skip
         self.engine.taken_up = self.switcher.taken_up
 
@@ -253,7 +255,7 @@ def test_the_end_of_a_mode_without_a_plan_that_follows_names_both_and_what_to_do
 
 
 def test_a_step_ends_once_the_next_plan_is_announced() -> None:
-    made = Rank(3).under(SUBGROUP, SERVED).offer(BACK)
+    made = Rank(3, push_deadline_s=DEADLINE_S).under(SUBGROUP, SERVED).offer(BACK)
     made.switcher.enter()
     steps = made.services.made[2]
     steps.over = True
