@@ -239,15 +239,26 @@ def test_a_use_of_parameters_waits_for_their_own_bucket_alone() -> None:
     assert rank.client.finished == 1 and rank.engine.step == 2
 
 
+def arrive_once_awaited(client: FakeClient) -> None:
+    """Let each bucket's parameters arrive 50 ms after this thread has begun to wait for one, and not before."""
+    wait_bucket, me = client.wait_bucket, threading.current_thread()
+
+    def awaited(index: int, deadline_s: float) -> None:
+        if threading.current_thread() is me:
+            for event in client.here:
+                threading.Timer(0.05, event.set).start()
+        wait_bucket(index, deadline_s)
+
+    client.wait_bucket = awaited  # type: ignore[method-assign]
+
+
 def test_waits_for_parameters_are_the_steps_communication_and_no_work_of_the_rank() -> None:
     rank = Rank(gated=True)
     rank.backward(1.0)
     rank.steps.step(skip=False)
     with ThreadPoolExecutor(1) as other:  # It waits longest, and is not the thread that steps.
         other.submit(lambda: rank.model.state_dict()["0.weight"].clone())
-        timers = [threading.Timer(0.05 * number, event.set) for number, event in enumerate(rank.client.here, 1)]
-        for timer in timers:
-            timer.start()
+        arrive_once_awaited(rank.client)
         rank.model(torch.ones(1, 4))
     waited_s = sum(rank.waits_s)
     assert waited_s > 0.0
