@@ -25,6 +25,7 @@ from star_hvd.ps.common.wire import Header, Kind, pack, read_meta, unpack
 from star_hvd.ps.worker import client as client_module
 from star_hvd.ps.worker.exchange import Exchange, Reply
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, run_all
+from tests.unit.star_hvd.channel.test_channel import within
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -466,13 +467,19 @@ def test_a_new_process_of_a_shard_gets_no_order_before_those_it_missed() -> None
         time.sleep(0.2)
         assert not list(newcomer.receive()), "it has not said what it knows"
         newcomer.send([pack(Header(Kind.JOIN, 0, 0, 1)), msgpack.packb({"since_ns": time.monotonic_ns()})])
-        time.sleep(0.2)
+        orders: list[Any] = []
+
+        def joined() -> bool:
+            orders.extend(read_meta(frames[1]) for frames in newcomer.receive())  # type: ignore[index]
+            newcomer.tick()
+            return newcomer.stream.acknowledged >= 2
+
+        assert within(joined)  # Before the other one, which is the older one.
         # A connection that the shard had given up before, of which messages are read only now, gets none.
         former = Dealer(connect(context, made.key, made.endpoints[0], shard_identity(0, 0, 1) + b"formerly"), TENSORS)
         former.send([pack(Header(Kind.JOIN, 0, 0, 1)), msgpack.packb({"since_ns": 1})])
         time.sleep(0.2)
         made.clients[0].push(step=2, version=2, flats=made.gradients(0, 2), weight=1.0)
-        orders = []
         while not orders or orders[-1]["op"] != "update" or orders[-1]["version"] < 2:
             assert newcomer.socket.poll(1000 * DEADLINE_S)
             orders += [read_meta(frames[1]) for frames in newcomer.receive()]  # type: ignore[index]
