@@ -45,7 +45,7 @@ def test_the_first_note_comes_before_the_first_step(folder: Path) -> None:
             assert time.monotonic() < limit_s
             time.sleep(0.05)
     finally:
-        notes.stop(10.0)
+        notes.stop(60.0)
     assert not list(folder.glob("*.json"))
 
 
