@@ -23,7 +23,7 @@ from star_hvd.errors import DeadlineError, RankLostError
 from star_hvd.modes.grouped import GroupSteps
 from star_hvd.modes.ps_worker import Outcome
 
-DEADLINE_S = 10.0
+DEADLINE_S = 120.0
 
 
 class Meeting:
@@ -204,22 +204,34 @@ def test_without_members_at_the_end_of_their_loops_nothing_ends() -> None:
     assert all(each.over for each in steps)
 
 
-def test_an_inactive_group_reads_and_sums_no_parameters_until_a_member_wants_them() -> None:
+def test_an_inactive_group_reads_and_sums_no_parameters_until_a_member_wants_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """While one rank evaluates and the others wait for it, the network and the processors are theirs."""
     ranks, meeting = (0, 1, 2), Meeting(3)
+    pauses_s: list[float] = []
+    wait = threading.Event.wait
+
+    def noted(event: threading.Event, timeout: float | None = None) -> bool:
+        pauses_s.append(timeout or 0.0)
+        return wait(event, timeout)
+
+    monkeypatch.setattr(threading.Event, "wait", noted)
     steps = [member(rank, ranks, meeting) for rank in ranks]
     for each in steps:
         each.set_inactive(True)
-    time.sleep(1.0)
+    limit_s = time.monotonic() + DEADLINE_S
+    while len(meeting.given) < 20 and time.monotonic() < limit_s:
+        time.sleep(0.05)
     client: Any = steps[0].client
     assert client.pulls == 0 and {name for name, _ in meeting.given} == {"s.gh", "s.gv"}
-    assert 2 <= len(meeting.given) <= 60
-    began_s = time.monotonic()
+    # Two in each round, and every member rests between rounds: how many there are in a second depends on the machine.
+    assert len(meeting.given) >= 20 and sum(pauses_s) >= 3 * 0.03 * (len(meeting.given) // 2)
+    assert max(pauses_s) <= 0.2, "a member that comes back is not kept waiting"
     for rank in (1, 0):  # A member, and the leader.
         steps[rank].set_inactive(False)
         steps[rank].catch_up()
         steps[rank].set_inactive(True)
-    assert time.monotonic() - began_s < 2.0
     assert client.pulls == 2 and [each.written for each in steps] == [[[1.0] * 3], [[1.0] * 3], []]
     end(steps)
     assert all(len(sums) == 3 for sums in meeting.given.values())
