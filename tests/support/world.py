@@ -8,6 +8,7 @@ reduced sums show for every single gradient how often and with which weight it w
 from __future__ import annotations
 
 import random
+import threading
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,7 @@ Event = tuple[str, int, tuple[Any, ...]]
 
 
 class Network:
-    """In-place sum all-reduce whose operations end one at a time, when the scheduler says so."""
+    """In-place sum all-reduce whose operations end one at a time, when the scheduler says so. For any thread."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -35,24 +36,33 @@ class Network:
         self.ended: set[int] = set()
         self.sums: dict[str, list[torch.Tensor]] = defaultdict(list)
         self._next = 0
+        self._lock = threading.Lock()  # Collectives with a thread of their own submit beside the test's thread.
 
     def submit(self, rank: int, name: str, tensor: torch.Tensor) -> int:
-        self._next += 1
-        queues = self.queues.setdefault(name, [deque() for _ in range(self.world_size)])
-        assert not queues[rank], f"rank {rank} submitted {name} twice: Horovod refuses a name that is in flight"
-        queues[rank].append((self._next, tensor))
-        return self._next
+        with self._lock:
+            self._next += 1
+            queues = self.queues.setdefault(name, [deque() for _ in range(self.world_size)])
+            assert not queues[rank], f"rank {rank} submitted {name} twice: Horovod refuses a name that is in flight"
+            queues[rank].append((self._next, tensor))
+            return self._next
 
     def ready(self) -> list[str]:
-        return [name for name, queues in self.queues.items() if all(queues)]
+        with self._lock:
+            return [name for name, queues in self.queues.items() if all(queues)]
 
     def end(self, name: str) -> None:
-        items = [queue.popleft() for queue in self.queues[name]]
-        total = torch.stack([tensor for _, tensor in items]).sum(0)
+        with self._lock:
+            items = [queue.popleft() for queue in self.queues[name]]
+            result = self.result(name, [tensor for _, tensor in items])
+            for handle, tensor in items:
+                tensor.copy_(result)
+                self.ended.add(handle)
+
+    def result(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        """Return what all ranks get."""
+        total = torch.stack(tensors).sum(0)
         self.sums[name].append(total.clone())
-        for handle, tensor in items:
-            tensor.copy_(total)
-            self.ended.add(handle)
+        return total
 
 
 class Port:

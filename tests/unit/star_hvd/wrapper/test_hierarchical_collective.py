@@ -17,11 +17,8 @@ PATIENCE_S = 60.0
 class HandOutNetwork(Network):
     """The first rank's tensor for all."""
 
-    def end(self, name: str) -> None:
-        items = [queue.popleft() for queue in self.queues[name]]
-        for handle, tensor in items:
-            tensor.copy_(items[0][1])
-            self.ended.add(handle)
+    def result(self, name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
+        return tensors[0]
 
 
 class World:
