@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,7 +22,7 @@ from star_hvd.run_log import RunLog, dispatch, layout, shipper
 from star_hvd.run_log.dispatch import Dispatch
 from star_hvd.run_log.shipper import Shipping
 
-DEADLINE_S = 60.0
+DEADLINE_S = 180.0  # Some wait for a process that imports torch first, on a busy machine.
 
 # Notes its process id and what it is told; `complete` in its argument makes every run of which it is told complete.
 RECORDER = (
@@ -44,6 +45,14 @@ def wait_for(what: Callable[[], Any]) -> Any:
         time.sleep(0.02)
     assert found
     return found
+
+
+def is_over(pid: int) -> bool:
+    """Whether a process has ended; somebody else may bury it while we look."""
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 class Recorder:
@@ -103,7 +112,7 @@ def test_fifty_optimizers_one_after_another_have_one_sender(
     assert recorder.told(pid) == [f"run-{number}" for number in range(60)]
     assert sending.starts == 1 and recorder.pids == [pid]
     sending.close(DEADLINE_S)
-    wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    wait_for(lambda: is_over(pid))
 
 
 def test_a_job_of_a_moment_starts_it_at_its_end(tmp_path: Path, recorder: Recorder) -> None:
@@ -182,7 +191,7 @@ def test_a_child_made_by_fork_neither_holds_the_line_nor_sends(tmp_path: Path, r
         "    dispatch.close()\n"
         "    assert dispatch.starts() == 0\n"
         "    (place / 'child').touch()\n"
-        "    time.sleep(60)\n"
+        "    time.sleep(600)\n"
         "    os._exit(0)\n"
         "while not (place / 'child').exists(): time.sleep(0.02)\n"
         "os.kill(os.getpid(), 9)\n"
@@ -194,7 +203,7 @@ def test_a_child_made_by_fork_neither_holds_the_line_nor_sends(tmp_path: Path, r
         assert job.returncode == -9
         (pid,) = recorder.pids
         # The end of its input ends it, although the job's child is alive.
-        wait_for(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        wait_for(lambda: is_over(pid))
     finally:
         os.killpg(job.pid, 9)
 
@@ -212,9 +221,11 @@ class FakeSender:
         if not (directory / layout.RUN).exists():
             raise ValueError(f"{directory} holds no run")
         self.directory, self.uri, self.finished = directory, uri, ""
+        self.looks = 0
         FakeSender.made.append(self)
 
     def send(self) -> bool:
+        self.looks += 1
         if FakeSender.broken:
             raise ConnectionError("no server")
         return (self.directory / "end").exists()
@@ -232,6 +243,15 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeSender]:
     return FakeSender
 
 
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The sender's clock, which stands still until the test moves it, however long a thread is held up."""
+    found = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: found[0], sleep=time.sleep, strftime=time.strftime)
+    monkeypatch.setattr(shipper, "time", clock)
+    return found
+
+
 class Line:
     """What the sender reads, written by the test."""
 
@@ -245,6 +265,12 @@ class Line:
 
     def end(self) -> None:
         self._file.close()
+
+
+def noted(run: Path) -> str:
+    """What the sender has written in a run's folder until now."""
+    path = run / "shipper.log"
+    return path.read_text() if path.exists() else ""
 
 
 def started(lines: Any, job: int | None = None, **settings: float) -> threading.Thread:
@@ -265,21 +291,26 @@ def test_two_optimizers_at_once_go_through_one_sender(tmp_path: Path, fake: type
     (runs[1] / "end").touch()  # The younger one ends first.
     wait_for(lambda: fake.made[1].finished)
     assert not fake.made[0].finished
-    assert "complete: here; the sender took" in (runs[1] / "shipper.log").read_text()
+    wait_for(lambda: "complete: here; the sender took" in noted(runs[1]))
     line.end()  # The job was killed: the other one has no end.
     thread.join(DEADLINE_S)
     assert not thread.is_alive() and fake.made[0].finished == "KILLED"
 
 
-def test_it_ends_by_itself_when_it_has_nothing_to_do(tmp_path: Path, fake: type[FakeSender]) -> None:
+def test_it_ends_by_itself_when_it_has_nothing_to_do(tmp_path: Path, fake: type[FakeSender], now: list[float]) -> None:
     run, line = a_run(tmp_path, "one"), Line()
     (run / layout.RUN).touch()
-    thread = started(line.lines, idle_s=0.3)
+    thread = started(line.lines, idle_s=30.0)
     line.tell(run)
     wait_for(lambda: fake.made)
-    time.sleep(0.5)
+    now[0] += 100.0
+    looks = fake.made[0].looks
+    wait_for(lambda: fake.made[0].looks > looks + 2)
     assert thread.is_alive(), "a run that goes on is something to do"
     (run / "end").touch()
+    wait_for(lambda: "complete: here" in noted(run))
+    assert thread.is_alive(), "a next run may come"
+    now[0] += 31.0
     thread.join(DEADLINE_S)
     assert not thread.is_alive()
 
@@ -296,8 +327,7 @@ def test_a_server_that_is_down_is_asked_again_and_a_folder_that_is_none_is_left_
     for run in reversed(runs):
         line.tell(run)
     line.end()
-    wait_for(lambda: all((run / "shipper.log").exists() for run in runs[:2]))
-    assert "not sent for now: ConnectionError: no server" in (runs[0] / "shipper.log").read_text()
+    wait_for(lambda: all("not sent for now: ConnectionError: no server\n" in noted(run) for run in runs[:2]))
     assert thread.is_alive()
     fake.broken = False
     thread.join(DEADLINE_S)
@@ -323,7 +353,9 @@ def test_a_job_that_is_gone_is_noticed_though_the_line_is_open(
 
 
 @pytest.mark.slow
-def test_other_ranks_get_a_moment_to_end_their_files(tmp_path: Path, fake: type[FakeSender]) -> None:
+def test_other_ranks_get_a_moment_to_end_their_files(
+    tmp_path: Path, fake: type[FakeSender], now: list[float]
+) -> None:
     run, line = a_run(tmp_path, "one"), Line()
     (run / layout.RUN).touch()
     (run / "end").touch()
@@ -337,8 +369,7 @@ def test_other_ranks_get_a_moment_to_end_their_files(tmp_path: Path, fake: type[
         assert rank.stdout is not None and rank.stdout.readline().strip() == "True"
         thread = started(line.lines)
         line.tell(run)
-        wait_for(lambda: fake.made)
-        time.sleep(0.5)
+        wait_for(lambda: fake.made and fake.made[0].looks > 3)
         assert not fake.made[0].finished
         rank.communicate("", timeout=DEADLINE_S)
         wait_for(lambda: fake.made[0].finished)
@@ -358,7 +389,7 @@ def test_mlflow_is_imported_without_pandas() -> None:
         "print('mlflow' in sys.modules, 'pandas' in sys.modules)\n"
         "import pandas; print(pandas.Series([1]).sum())\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=110)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert done.stdout.split() == ["True", "False", "1"], done.stderr
 
 
@@ -368,13 +399,12 @@ def test_mlflow_is_imported_without_pandas() -> None:
 def test_only_rank_0_has_its_run_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Path] = []
     monkeypatch.setattr(dispatch, "send", sent.append)
+    monkeypatch.setattr(dispatch, "close", lambda: pytest.fail("nobody waits for the sender"))
     logs = [RunLog(tmp_path / "runs" / "one", rank=rank, world_size=2) for rank in (0, 1)]
     off = RunLog(tmp_path / "runs" / "two", rank=0, world_size=2, ship=False)
-    began_s = time.monotonic()
     for log in (*logs, off):
-        log.close("FINISHED", 5.0)
+        log.close("FINISHED", DEADLINE_S)
     assert sent == [tmp_path / "runs" / "one"]
-    assert time.monotonic() - began_s < 5.0, "nobody waits for the sender"
 
 
 def test_lines_that_are_none_are_left_out(fake: type[FakeSender]) -> None:
