@@ -78,7 +78,7 @@ def test_nothing_that_is_written_of_a_run_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = RunLog(tmp_path / "runs" / "one", rank=0, world_size=1, job=environment(["h"]), ship=False)
-    log.close("FINISHED", 5.0)
+    log.close("FINISHED", 60.0)
     directory = tmp_path / "runs" / "one"
 
     made: list[str] = []

@@ -33,6 +33,8 @@ from star_hvd.run_log.page import sentence, write_page
 from star_hvd.run_log.spool import SpoolWriter, read_events
 from star_hvd.run_log.story import read_story
 
+DEADLINE_S = 60.0  # Of a log's thread, whose files are read afterwards.
+
 
 def _log(tmp_path: Path, rank: int = 0, **more: Any) -> RunLog:
     return RunLog(tmp_path / "runs" / "one", rank=rank, world_size=2, job={"batch": 32}, ship=False, **more)
@@ -67,8 +69,8 @@ def test_a_run_lands_in_files(tmp_path: Path) -> None:
     log.window(_window(3))
     log.metric("accuracy", 0.5, 4)
     other.metric("accuracy", 0.9, 4)  # Rank 0 alone speaks for the job.
-    other.close()
-    log.close("FINISHED", 5.0)
+    other.close("FINISHED", DEADLINE_S)
+    log.close("FINISHED", DEADLINE_S)
     folder = tmp_path / "runs" / "one"
     assert [e["step"] for e in _events(folder / "rank1.jsonl") if e["kind"] == "step"] == list(range(5))
     events = _events(folder / "events.jsonl")
@@ -85,7 +87,7 @@ def test_a_point_before_the_log_began_is_at_its_beginning(tmp_path: Path) -> Non
     log = _log(tmp_path)
     log.metric("accuracy", 0.1, -1, -3.0)
     log.metric("accuracy", 0.2, 2, 1.5)
-    log.close("FINISHED", 5.0)
+    log.close("FINISHED", DEADLINE_S)
     points = [event for event in _events(log.directory / "events.jsonl") if event["kind"] == "metric"]
     assert [(one["value"], one["step"], one["time_s"]) for one in points] == [(0.1, 0, 0.0), (0.2, 2, 1.5)]
 
@@ -163,7 +165,7 @@ def test_a_queue_that_overflows_loses_the_oldest_and_counts_them(tmp_path: Path)
     for step in range(250):
         log.step(_report(step))
     log.flush()
-    log.close("FINISHED", 60.0)
+    log.close("FINISHED", DEADLINE_S)
     steps = [e["step"] for e in _events(log.directory / "rank1.jsonl") if e["kind"] == "step"]
     assert steps[-1] == 249 and steps == sorted(steps)
     assert len(steps) + log.dropped == 250
@@ -177,7 +179,7 @@ def test_calls_from_many_threads_lose_nothing(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    log.close("FINISHED", 60.0)
+    log.close("FINISHED", DEADLINE_S)
     assert sum(e["kind"] == "step" for e in _events(log.directory / "rank1.jsonl")) == 2000
     assert log.dropped == 0
 
@@ -504,7 +506,7 @@ def test_arguments_and_folders_that_are_not_utf_8_cost_no_facts(
     monkeypatch.chdir(folder)
     log = _log(tmp_path)
     log.facts({**environment(), os.fsdecode(b"\xe9"): "\U0001f600"})
-    log.close("FINISHED", 5.0)
+    log.close("FINISHED", DEADLINE_S)
     values = [event["values"] for event in _events(log.directory / "events.jsonl") if event["kind"] == "facts"][-1]
     assert values["program"] == "train.py --data caf?" and values["git_commit"] == ""
     assert values["?"] == "\U0001f600", "valid characters stay"
@@ -520,8 +522,8 @@ def test_the_page_tells_the_story(tmp_path: Path) -> None:
     predicted = {"partial(1)": {"relative": 0.254, "low": 0.2, "high": 0.31, "reach": 0.99, "interval_s": 0.1}}
     log.plan(12, Plan.partial(2, 1, reason="rank 1 <computes> 4x slower"), predicted)
     log.metric("accuracy", 0.5, 19)
-    other.close("FINISHED", 5.0)
-    log.close("FINISHED", 5.0)
+    other.close("FINISHED", DEADLINE_S)
+    log.close("FINISHED", DEADLINE_S)
     text = write_page(log.directory, tmp_path / "page.html").read_text()
     assert text.count("<svg") == 3 and "http://" not in text.replace("http://www.w3.org", "").replace(
         "http://purl.org", ""
@@ -542,8 +544,8 @@ def test_the_page_shows_times_of_usual_batches_under_batch_shares(tmp_path: Path
     for step in range(9):
         for rank, one, samples in ((0, log, 24), (1, other, 8)):
             one.step(StepReport(rank=rank, step=step, times=StepTimes(0.03), samples=samples))
-    other.close("FINISHED", 5.0)
-    log.close("FINISHED", 5.0)
+    other.close("FINISHED", DEADLINE_S)
+    log.close("FINISHED", DEADLINE_S)
     story = read_story(log.directory)
     assert [story.steps[rank][1] for rank in (0, 1)] == pytest.approx([0.02, 0.06]), "rank 1 is three times slower"
     assert {round(value, 9) for value in story.pace[1] if value > 0.0} == {0.06}
@@ -557,7 +559,7 @@ def test_log_and_page_say_how_a_plan_transmits(tmp_path: Path) -> None:
     log.plan(0, plan, None)
     for step in range(1, 10):
         log.window(_window(step))
-    log.close("FINISHED", 5.0)
+    log.close("FINISHED", DEADLINE_S)
     story = read_story(log.directory)
     assert Plan.from_dict(story.state.segments[0].plan["plan"]) == plan
     text = write_page(log.directory, tmp_path / "page.html").read_text()
@@ -574,7 +576,7 @@ def _page(tmp_path: Path, target: str, **metrics: float) -> tuple[str, dict[str,
         log.metric(name, value / 2.0, 5)
         log.metric(name, value, 9)
     log.step(_report(3, 0))
-    log.close("FINISHED", 5.0)
+    log.close("FINISHED", DEADLINE_S)
     found: dict[str, Any] = {}
     original = figures.svg_of
 
@@ -631,7 +633,7 @@ def test_the_pace_of_ranks_is_that_of_the_step_they_were_at() -> None:
 def test_a_page_of_an_empty_run_and_of_no_run(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     log = _log(tmp_path)
-    log.close("FAILED", 5.0)
+    log.close("FAILED", DEADLINE_S)
     assert "FAILED" in write_page(log.directory, tmp_path / "page.html").read_text()
     with pytest.raises(ValueError, match="expected 1"):
         write_page(tmp_path, tmp_path / "other.html")
@@ -642,6 +644,6 @@ def test_a_page_of_an_empty_run_and_of_no_run(tmp_path: Path) -> None:
 def test_the_folder_of_a_page_is_made(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     log = _log(tmp_path)
-    log.close("FINISHED", 5.0)
+    log.close("FINISHED", DEADLINE_S)
     out = tmp_path / "pages" / "of-today" / "run.html"
     assert write_page(log.directory, out) == out and out.is_file()
