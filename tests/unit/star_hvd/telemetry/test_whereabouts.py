@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Iterator
 
@@ -11,29 +12,34 @@ import pytest
 from star_hvd.telemetry.whereabouts import Whereabouts, place_of
 
 
-def _deep(depth: int, reached: threading.Event, leave: threading.Event) -> None:
+def _deep(depth: int, line: int) -> None:
     if depth:
-        _deep(depth - 1, reached, leave)
+        _deep(depth - 1, line)
     else:
-        reached.set()
-        leave.wait(60.0)
+        _stand(line)
+
+
+def _stand(line: int) -> None:
+    os.write(line, bytes(1 << 22))  # More than a pipe holds.
 
 
 @pytest.fixture(params=[0, 40])
 def standing(request: pytest.FixtureRequest) -> Iterator[threading.Thread]:
     """A thread that waits in a call of that depth."""
-    reached, leave = threading.Event(), threading.Event()
-    thread = threading.Thread(target=_deep, args=(request.param, reached, leave))
+    read, write = os.pipe()
+    thread = threading.Thread(target=_deep, args=(request.param, write))
     thread.start()
-    assert reached.wait(60.0)
+    assert os.read(read, 1)  # An event that it sets before it waits would not say that it has come to its wait.
     yield thread
-    leave.set()
-    thread.join()
+    os.close(read)
+    thread.join(60.0)
+    assert not thread.is_alive()
+    os.close(write)
 
 
 def test_a_place_is_the_programs_own_call_and_where_it_stands(standing: threading.Thread) -> None:
     place = place_of(standing)
-    assert place.split(" > ")[0].endswith("_bootstrap") and " in wait" in place.split(" > ")[-1]
+    assert place.split(" > ")[0].endswith("_bootstrap") and place.endswith(" in _stand")
     assert "star_hvd/telemetry/test_whereabouts.py:" in place and " in _deep" in place
     assert len(place.split(" > ")) <= 9
 
