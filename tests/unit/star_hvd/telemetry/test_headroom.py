@@ -125,9 +125,7 @@ def test_unknown_where_nothing_can_be_read(tmp_path: Path) -> None:
 
 
 def test_this_machine_has_a_reading() -> None:
+    """Linux's counters of idle time may go back a little: such a sample has none."""
     sampler = ResourceSampler()
-    sampler.sample()
-    limit = 200
-    while math.isnan(sampler.sample().free_cpu_cores) and limit:
-        limit -= 1
-    assert sampler.sample().free_cpu_cores >= 0.0 or not Path("/proc/stat").exists()
+    found = (sampler.sample().free_cpu_cores for _ in range(200))
+    assert any(cores >= 0.0 for cores in found) or not Path("/proc/stat").exists()
