@@ -193,11 +193,11 @@ def test_on_a_cpu_there_is_nothing_to_make_or_to_wait_for() -> None:
     world = World(1, world_size=2, steps=2)
     streams = world.engines[0].streams
     assert streams.devices == () and streams.give(GRADIENT) is DONE and DONE.done()
-    began_s = time.perf_counter()
+    began_s = time.thread_time()  # Of the processor: other processes may have it for seconds.
     for _ in range(1000):
         streams.give(GRADIENT).order()
         streams.await_host()
-    assert time.perf_counter() - began_s < 1.0  # Microseconds each; the bound is for a machine under load.
+    assert time.thread_time() - began_s < 1.0  # Microseconds each.
 
 
 def test_streams_know_the_devices_of_buckets_that_come_later() -> None:
