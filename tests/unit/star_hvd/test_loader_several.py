@@ -21,7 +21,7 @@ from star_hvd.loader import ShardLoader, shard
 from tests.support.job_states import state_of
 from tests.support.loaders import Numbers, World
 
-PATIENCE_S = 20.0  # A lost wake-up shows; the waits of a client have a far longer deadline.
+PATIENCE_S = 120.0  # A lost wake-up shows; the waits of a client have a far longer deadline.
 
 
 def plan_of(mode: str, ranks: int) -> Plan:
@@ -115,12 +115,15 @@ def test_a_rank_evaluates_where_the_others_do_not(monkeypatch: pytest.MonkeyPatc
     train, check = world.loaders(Numbers(40), 2), world.loaders(Numbers(12), 2)
     seen: list[list[int]] = [[], []]
     checked: list[int] = []
+    evaluates = threading.Event()
 
     def program(rank: int) -> None:
         for count, batch in enumerate(train[rank], 1):
             seen[rank] += batch.tolist()
-            time.sleep(0.002 + 0.03 * rank)
-            if rank == 0 and count == 5:
+            if rank == 1:  # However long the other one is held up, this one leaves it five batches.
+                assert evaluates.wait(PATIENCE_S)
+            elif count == 5:
+                evaluates.set()
                 checked.extend(int(i) for each in check[0] for i in each)
 
     world.run(program, PATIENCE_S)
