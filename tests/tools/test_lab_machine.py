@@ -278,7 +278,7 @@ class TestDriver:
         started_s = time.monotonic()
         with pytest.raises(JobFailed, match="printed nothing for 10 s"):
             _job(tmp_path, _parent_of_a_detached_worker(tmp_path), stall_s=10.0)
-        assert time.monotonic() - started_s < 55.0, "it was not ended: it slept to its end"
+        assert time.monotonic() - started_s < 300.0, "it was not ended: it slept to its end"
         (worker,) = tmp_path.glob("*.pid")
         assert not _runs(int(worker.stem))
 
@@ -332,12 +332,12 @@ def _parent_of_a_detached_worker(run_dir: Path) -> str:
     """A command whose worker leaves its session, ignores the polite signal, and hangs."""
     worker = (
         "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        f"pathlib.Path({str(run_dir)!r}, str(os.getpid()) + '.pid').touch(); time.sleep(60)"
+        f"pathlib.Path({str(run_dir)!r}, str(os.getpid()) + '.pid').touch(); time.sleep(600)"
     )
     return (
         "import pathlib, subprocess, sys, time\n"
         f"subprocess.Popen([sys.executable, '-c', {worker!r}], start_new_session=True, stdout=subprocess.DEVNULL)\n"
         f"folder = pathlib.Path({str(run_dir)!r})\n"
         "while not list(folder.glob('*.pid')): print('starting', flush=True); time.sleep(0.1)\n"
-        "time.sleep(60)"
+        "time.sleep(600)"
     )
