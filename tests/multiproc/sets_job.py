@@ -178,13 +178,21 @@ def frozen() -> dict[str, Any]:
 
 
 def frozen_in_a_change() -> dict[str, Any]:
-    """A set was added on rank 0 and not yet on the others."""
+    """A set was added on rank 0 and not yet on the others.
+
+    In which part of a cycle of Horovod's the last rank is frozen is chance, and in some parts the others wait for it
+    without the lock of the table of sets: there are trials until rank 0 has been held up in one.
+    """
+    rank, trials, over, limit_s = int(hvd.rank()), list[dict[str, bool]](), False, time.monotonic() + DEADLINE_S
     adder = threading.Thread(target=hvd.add_process_set, args=([0, 1],))
-    if hvd.rank() == 0:
+    if rank == 0:
         adder.start()
-        time.sleep(1.0)  # By then it waits inside, also on a busy machine.
-    trials = [while_frozen(f"change{i}", [0], submits=False) for i in range(TRIALS)]
-    if hvd.rank() != 0:
+        time.sleep(1.0)  # As a rule it waits inside by then, also on a busy machine.
+    while len(trials) < TRIALS or not over:
+        trials.append(while_frozen(f"change{len(trials)}", [0], submits=False))
+        held_up, stood_still = rank == 0 and trials[-1]["held_up"], not trials[-1].get("got_on", True)
+        over |= total(float(held_up or stood_still or time.monotonic() > limit_s), f"over{len(trials)}") > 0.0
+    if rank != 0:
         adder.start()
     adder.join(DEADLINE_S)
     return {"trials": trials}
