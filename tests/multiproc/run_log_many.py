@@ -18,6 +18,7 @@ import star_hvd as hvd
 from star_hvd.run_log import dispatch
 from star_hvd.runtime import runtime
 from tests.support.launch import write_result
+from tests.support.senders import SENT_S
 
 DEADLINE_S = 120.0
 
@@ -81,7 +82,7 @@ def main(count: int) -> None:
             null = os.open(os.devnull, os.O_RDWR)
             for fd in (0, 1, 2):  # horovodrun waits for the end of a rank's output.
                 os.dup2(null, fd)
-            time.sleep(3.0 * DEADLINE_S)
+            time.sleep(SENT_S + 3.0 * DEADLINE_S)  # Longer than the test waits for the sender.
             os._exit(0)
     hvd.barrier()
     for _ in range(count - 2):
