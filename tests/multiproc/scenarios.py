@@ -120,6 +120,12 @@ def seen_anywhere(optimizer: Any, name: str, *counters: str) -> bool:
     return bool((hvd.allreduce(found, op=hvd.Sum, name=name) > 0.0).all())
 
 
+def slow_rank_took_fewer(samples: list[list[int]]) -> bool:
+    """Whether it took fewer samples than rank 0, which a busy machine may hold up for some epochs. Collective."""
+    counts = hvd.allgather(torch.tensor([sum(map(len, samples))]), name="took")
+    return int(counts[-1]) < int(counts[0])
+
+
 def publish(optimizer: Any, plan: Plan) -> None:
     """Let the coordinator, on rank 0, send a plan to all ranks."""
     run = runtime.current()
@@ -149,7 +155,8 @@ def shard_in_partial() -> Facts:
     loader = hvd.shard(Numbered(), batch_size=4, seed=3)
     digests, samples, limit_s = [], [], time.monotonic() + PATIENCE_S
     while len(samples) < 3 or not (
-        seen_anywhere(optimizer, "seen", "late", "folds") or not agreed(time.monotonic() < limit_s, "time")
+        (seen_anywhere(optimizer, "seen", "late", "folds") and slow_rank_took_fewer(samples))
+        or not agreed(time.monotonic() < limit_s, "time")
     ):
         seen: list[int] = []
         for rows in loader:
