@@ -1,15 +1,18 @@
-"""Ranks of which one stands in its data set for some seconds, in the middle of its training loop."""
+"""Ranks of which one stands in its data set for a while, in the middle of its training loop."""
 
 from __future__ import annotations
 
+import logging
 import time
 
 import torch
 
 import star_hvd as hvd
 from tests.support.launch import write_result
+from tests.support.signals import mark, marked
 
-SLOW, NAP_S = 1, 4.0
+SLOW, NAP_AT_MOST_S = 1, 100.0
+STANDS, AWAITED = "has been waiting for this rank", f"has been waiting for ranks [{SLOW}]"
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
@@ -24,11 +27,25 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
         return torch.ones(2)
 
 
+def note(record: logging.LogRecord) -> bool:
+    """Mark the two warnings of the wait: that of the coordinator, and that of the slow rank while it naps."""
+    text = record.getMessage()
+    if AWAITED in text:
+        mark("awaited")
+    if STANDS in text and text.endswith(" in nap"):
+        mark("stands")
+    return True
+
+
 def nap() -> None:
-    time.sleep(NAP_S)
+    """Stand still until both warnings are logged, however late a busy machine makes them."""
+    limit_s = time.monotonic() + NAP_AT_MOST_S
+    while time.monotonic() < limit_s and not (marked("awaited") and marked("stands")):
+        time.sleep(0.5)
 
 
 def main() -> None:
+    logging.getLogger("star_hvd").addFilter(note)
     hvd.init()
     net = torch.nn.Linear(2, 1)
     optimizer = hvd.DistributedOptimizer(
