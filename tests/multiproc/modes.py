@@ -32,7 +32,7 @@ CONFIG = hvd.Config(plan_deadline_s=200.0, control_deadline_s=200.0)
 SLOW_S, FAST_S = 0.03, 0.004
 LIMIT_S = 300.0  # More than anything is waited for.
 COUNTED_S = 1.0
-SWITCHING_S, LEAST_SWITCHES = 30.0, 15
+SWITCHING_S, LEAST_SWITCHES, LEAST_KINDS = 30.0, 15, 4
 MODES = ["sync", "partial(3)", "subgroup(0,1,2)", "subgroup(1,2)", "local(3)", "grouped(2)"]
 MODES += ["subgroup(1,2,3)", "subgroup(0,3)", "subgroup(0,1)", "subgroup(0,2,3)"]  # More sets than are kept.
 MODES += ["ps(4)", "ps(1)", "ps(2)"]
@@ -338,12 +338,17 @@ def finish(net: torch.nn.Module, optimizer: Any) -> Facts:
     return {"digest": digest(net), "stats": optimizer.stats(), "state": len(state["state"])}
 
 
+def varied(seen: list[str]) -> bool:
+    """Whether the switches were among as many kinds of modes as the test wants: which ones come first is chance."""
+    return len({mode.partition("(")[0] for mode in seen}) >= LEAST_KINDS
+
+
 def switching(seed: int, switches: int, how: str) -> Facts:
     """Random switches among all modes at random steps while ranks train.
 
     Args:
         seed: Of the modes and of what ranks do.
-        switches: Ends it, as `SWITCHING_S` do once there were `LEAST_SWITCHES`.
+        switches: Ends it, as `SWITCHING_S` do once there were `LEAST_SWITCHES`; both once they were `varied`.
         how: `even`, `slow` (the last rank), or `moody`: each rank is slow, and stands still, when it likes.
     """
     chosen, which, mood = (random.Random(s) for s in (seed, 1000 + seed, 2000 + 10 * seed + int(hvd.rank())))
@@ -369,7 +374,7 @@ def switching(seed: int, switches: int, how: str) -> Facts:
         rounds += 1
         if rounds % 8 == 0:  # A collective of the user's own, in the middle of it all.
             enough = len(seen) > LEAST_SWITCHES and time.monotonic() - began_s > SWITCHING_S
-            over = len(seen) > switches or enough or not within(began_s)
+            over = (varied(seen) and (len(seen) > switches or enough)) or not within(began_s)
             done = hvd.broadcast(torch.tensor([float(over)]), 0)
     return finish(net, optimizer) | {"seen": seen, "steps": number}
 
