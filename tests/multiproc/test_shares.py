@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.shares_job import BATCH, SAMPLES, check
+from tests.multiproc.shares_job import BATCH, LESS, SAMPLES, check
 from tests.support.launch import JOB_LIMIT_S, run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S)]
@@ -33,8 +33,7 @@ def test_a_slow_rank_gets_fewer_samples(scenario: str) -> None:
     results = _job(scenario)
     check(results)
     steps = [sizes for epoch in results[0]["sizes"] for sizes in epoch]
-    # Less than three quarters; how much less depends on how busy the machine made the others.
-    assert min(sizes[2] for sizes in steps if sum(sizes) == WHOLE) < 0.75 * BATCH
+    assert min(sizes[2] for sizes in steps if sum(sizes) == WHOLE) < LESS
     assert "sync(balanced)" in results[0]["report"]
 
 
