@@ -210,6 +210,11 @@ class SharePolicy:
             self._look = min(LONG, 2 * max(SHORT, self._look))
         self._previous, self._present, self._since = self._present, now, 0
 
+    def moved(self, shares: Sequence[int]) -> None:
+        """Record that another loader feeds the ranks from now on, with these shares: nobody's speed has changed."""
+        self._first_s, self._forced = {}, None
+        self._previous = self._present = tuple(shares) or self._equal
+
     @property
     def _is_soon(self) -> bool:
         return self._since < _SOON * max(SHORT, self._look) + SHORT

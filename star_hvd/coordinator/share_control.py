@@ -402,7 +402,7 @@ class ShareControl:
             return
         self._again_s = self._decide_s = 0.0
         if self.state.batch == batch:  # The ranks' speed is known.
-            self._policy.changed(self.state.shares)
+            self._policy.moved(self.state.shares)
         else:
             self._policy = None
 

@@ -461,6 +461,31 @@ def test_speeds_are_kept_where_the_next_loader_has_equal_batches_and_learned_ane
     assert control.policy is not first and control.state.samples(0, 3) == 64
 
 
+def test_shares_are_for_the_next_loader_at_once_in_every_epoch() -> None:
+    """A program with a new loader for every epoch: that each starts with equal shares is no flap of the old ones."""
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.state.in_step = True
+    plan, now_s, step = Plan.sync(2, balanced=True), 0.0, 0
+    for loader in range(6):
+        control.state.opens(LeaseAsk(loader, 0, 10_000, 10, False, 0), 10_000)
+        control.bind(loader, step)
+        if loader:
+            control.tick(plan, now_s)
+            number = len(sent) // 2 + 1
+            assert sent[-1] == ShareProposal(loader, number, [15, 5]), "the speeds are known"
+            for rank in range(2):
+                control.ready(rank, ShareReady(loader, number, 0, step, 1, 50, [0, 10], 0), step, now_s)
+        for _ in range(8):
+            step, now_s = step + 1, now_s + 1.0
+            for rank in range(2):
+                control.note(rank, step, StepTimes((1.0, 3.0)[rank] * control.state.samples(rank, step) / 10.0))
+            if not loader and step == 5:
+                control.tick(plan, now_s)
+                _answers(control, sent)
+                assert control.state.shares == (15, 5)
+
+
 def test_ranks_between_two_epochs_are_asked_again_and_all_of_them_begin_the_next_one_with_the_shares() -> None:
     sent: list[Message] = []
     state = ShareState(2, sent.append)
