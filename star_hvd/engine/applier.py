@@ -157,6 +157,19 @@ class Applier:
             self.step(row)
 
     @contextlib.contextmanager
+    def keeping_gradients(self) -> Iterator[None]:
+        """Others' steps are applied inside the block; afterwards gradients and buckets' buffers are as before."""
+        flats = [bucket.flat.clone() for bucket in self.buckets]
+        grads = [(param, param.grad) for bucket in self.buckets for param in bucket.params]
+        try:
+            yield
+        finally:
+            for bucket, flat in zip(self.buckets, flats, strict=True):
+                bucket.flat.copy_(flat)
+            for param, grad in grads:
+                param.grad = grad
+
+    @contextlib.contextmanager
     def _only_in_buckets(self) -> Iterator[None]:
         held = {id(param) for bucket in self.buckets for param in bucket.params}
         before = [(group, group["params"]) for group in self.optimizer.param_groups]

@@ -327,16 +327,28 @@ class Replica:
 
     # ---- training thread --------------------------------------------------------------------------------------
 
-    def catch_up(self) -> None:
-        """Take the shadow over and apply the queue."""
+    def catch_up(self, *, show_mean: bool = False) -> None:
+        """Take the shadow over and apply the queue.
+
+        Args:
+            show_mean: Leave the mean of the last applied step in `param.grad`, as the end of a step does. Else the
+                gradients there stay: the program may not have cleared them, and the next `backward()` adds to them, or
+                a step has yet to use them.
+        """
         with self.apply_lock:
-            self._take_shadow_over()
-            if self._set_aside:
-                with self.lock:
-                    if self.queue and self.state is ReplicaState.REPLAYABLE:
-                        self.cannot_replay()
-            while self._apply_next():
-                pass
+            with self.lock:
+                behind = self._shadow is not None or bool(self.queue)
+            keeping = self.applier.keeping_gradients() if behind and not show_mean else contextlib.nullcontext()
+            with keeping:
+                self._take_shadow_over()
+                if self._set_aside:
+                    with self.lock:
+                        if self.queue and self.state is ReplicaState.REPLAYABLE:
+                            self.cannot_replay()
+                while self._apply_next():
+                    pass
+            if behind:
+                self.written()  # Buffers too, since the last of these steps.
 
     def discard_average(self) -> None:
         """Note that the program has loaded other values since the pending averaging, which are not to be replaced.

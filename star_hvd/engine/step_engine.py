@@ -354,8 +354,12 @@ class StepEngine:
                     self.replica.advance()
                     self._changed()
 
-    def catch_up(self, target: int) -> bool:
+    def catch_up(self, target: int, *, show_mean: bool = False) -> bool:
         """Bring the live parameters up to the closed steps, without waiting.
+
+        Args:
+            target: Number of steps, see below.
+            show_mean: See `Replica.catch_up`.
 
         Returns:
             True if the training thread may compute again: it has every step that ended here, or at least `target` of
@@ -367,7 +371,7 @@ class StepEngine:
         with self.lock:
             self._raise_failure()
             self.replica.computing = False
-        self.replica.catch_up()
+        self.replica.catch_up(show_mean=show_mean)
         with self.lock:
             self._raise_failure()
             state = self.replica.state

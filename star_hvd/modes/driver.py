@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -79,7 +79,6 @@ class StepDriver:
     Attributes:
         reporter: Reports the optimizer's steps; the engine's listener.
         gates: Gates in front of the parameters, if the wrapper has any.
-        begun: Returns the parameters whose gradients the user is accumulating over several backward passes.
         mid_step: Returns whether the user is between backward and the end of `step()`, where nothing may be changed.
         forget_parts: Discards the gradients of micro-batches whose step the loop has abandoned.
         forget_writes: Called after a broadcast: what it wrote to the parameters is not the program's own change.
@@ -116,7 +115,6 @@ class StepDriver:
         self.ranks = ranks
         self._diagnose = diagnose
         self._preparer = preparer
-        self.begun: Callable[[], Sequence[torch.nn.Parameter]] = list
         self.mid_step: Callable[[], bool] = lambda: False
         self.forget_parts: Callable[[], None] = lambda: None
         self.forget_writes: Callable[[], None] = lambda: None
@@ -531,13 +529,17 @@ class StepDriver:
         """End the modes: all ranks are inactive and will make no further step of this optimizer."""
         self.switcher.shutdown()
 
-    def _change_mode(self) -> None:
-        """At the end of a step: leave a mode that has ended, get the state, enter the mode in force."""
+    def _change_mode(self, *, show_mean: bool = False) -> None:
+        """At the end of a step: leave a mode that has ended, get the state, enter the mode in force.
+
+        Args:
+            show_mean: See `Replica.catch_up`.
+        """
         for _ in range(_MODES_BEHIND):
             self.switcher.leave()
             self.local.take_over()
             if self.switcher.needs_state:
-                self._catch_up()
+                self._catch_up(show_mean=show_mean)
             self.switcher.enter()
             if not self.switcher.must_drain:  # Else a mode was skipped meanwhile in which others wait for this rank.
                 break
@@ -550,12 +552,12 @@ class StepDriver:
                 waits here once for the next step to end, so that it starts together with the others again.
         """
         with self.named_failures():
-            self._change_mode()
+            self._change_mode(show_mean=was_late)
             if was_late and self.active_mode is None and self._phase.is_out(self.reporter.times.compute_s):
                 ended = self.engine.next_step
                 self._wait_until(lambda: self.engine.next_step > ended, 1.5 * self._phase.typical_s)
                 if not self.engine.needs_fetch:  # Else others may apply that step only after this rank has arrived.
-                    self._change_mode()
+                    self._change_mode(show_mean=True)
         if was_late:
             self.engine.note_joined()
         self._start_step()
@@ -575,18 +577,11 @@ class StepDriver:
         whole = active is not self.local or self.local.just_averaged
         self.timeline.start(self.steps, plan.label, means, whole=whole)
 
-    def _catch_up(self) -> None:
-        # An epoch may end between two passes, and applying others' steps leaves their means in `grad`.
-        kept = [(param, param.grad.clone()) for param in self.begun() if param.grad is not None]
-        self._catch_up_to_others()
-        for param, grad in kept:
-            param.grad = grad
-
-    def _catch_up_to_others(self) -> None:
+    def _catch_up(self, *, show_mean: bool = False) -> None:
         engine = self.engine
         target = engine.next_step
         limit_s = time.monotonic() + self._config.step_deadline_s
-        while not engine.catch_up(target):
+        while not engine.catch_up(target, show_mean=show_mean):
             if time.monotonic() > limit_s:
                 raise DeadlineError(
                     f"steps up to {target} did not end within {self._config.step_deadline_s:g} s on a rank at "

@@ -246,7 +246,6 @@ class BucketCore:
         self._timeline = driver.timeline
         driver.no_overlap = f"overlap is off: {self._no_overlap}" if self._no_overlap else ""
         driver.gates = ForwardGates(lambda index: None)  # The code that closes a gate sets `wait`.
-        driver.begun = self._begun
         driver.mid_step = self._mid_step
         driver.forget_parts, driver.forget_writes = self._accumulation.clear, self._forget_writes
         driver.has_parts = lambda: self._accumulation.count > 0
@@ -449,12 +448,6 @@ class BucketCore:
     def handles(self) -> dict[torch.nn.Parameter, Any]:
         """Parameters whose gradients are being reduced, or accumulated for a later pass."""
         return {p: None for p, passes in self._delay.items() if passes < self.passes or p in self._given}
-
-    def _begun(self) -> list[torch.nn.Parameter]:
-        """Return the parameters whose gradients are accumulated for a later pass."""
-        if self.passes == 1:  # Fast path: this runs in every step.
-            return []
-        return [param for param, left in self._delay.items() if 0 < left < self.passes]
 
     def set_passes(self, passes: int) -> None:
         """Change the number of backward passes per step; gradients already being reduced stay in the step."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import star_hvd
 from tests.contract.harness import (
     Api,
     Context,
@@ -236,6 +237,41 @@ def _slow_rank(ctx: Context, model: torch.nn.Module, make: Any, loss: Callable[[
     optimizer.close()
     assert all(torch.isfinite(value).all() for value in params_of(model).values())
     assert all_equal({name: value.contiguous() for name, value in params_of(model).items()}), "replicas differ"
+
+
+@case(modes=("sync",), last=True)
+def gradients_that_a_slow_rank_has_cleared_stay_cleared(ctx: Context) -> None:
+    """The loop clears behind `step()`; a metric that is averaged, or a checkpoint, then applies what others have done.
+
+    The mean of their steps must not be what the next backward pass adds to.
+    """
+    model = mlp()
+    optimizer = ctx.relaxed().wrap(Plain.sgd(model.parameters()), model.named_parameters())
+    behind, filled = 0, set[str]()
+
+    def one(step: int) -> None:
+        nonlocal behind
+        if ctx.rank == ctx.size - 1:
+            time.sleep(0.03)
+        _mse(model, ctx.rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        before = params_of(model)
+        if step % 4 < 2:
+            star_hvd.allreduce(torch.ones(1), name="contract.metric")
+        else:
+            time.sleep(0.05)  # The others go on meanwhile.
+            optimizer.state_dict()
+        behind += any(not torch.equal(before[name], value) for name, value in params_of(model).items())
+        filled.update(name for name, param in model.named_parameters() if param.grad is not None and param.grad.any())
+
+    until_relaxed(optimizer, lambda: one(0))
+    for step in range(3 * SLOW_STEPS):
+        one(step)
+    optimizer.close()
+    assert not filled, f"{sorted(filled)} have gradients of other ranks' steps"
+    assert behind or ctx.rank < ctx.size - 1, "the slow rank was never behind"
+    assert all_equal(params_of(model)), "replicas differ"
 
 
 @case(modes=("sync",), last=True)

@@ -390,6 +390,34 @@ def test_steps_behind_an_averaging_are_not_applied_to_what_was_before_it() -> No
     assert same(before, values_of(replica.applier)) and len(replica.queue) == 1
 
 
+@pytest.mark.parametrize("by_helper", [False, True])
+def test_catching_up_outside_a_step_leaves_the_program_s_gradients(by_helper: bool) -> None:
+    """It has cleared some, and the next backward pass adds to the others; both are of no step that others have made."""
+    replica = ready()
+    buckets = replica.applier.buckets
+    params = [param for bucket in buckets for param in bucket.params]
+    kept, foreign = torch.full((SIZE,), 5.0), torch.full((SIZE,), 7.0)
+    for grad in (kept, foreign, None):
+        params[0].grad, params[1].grad = None, None if grad is None else grad.clone()
+        if grad is kept:
+            for bucket in buckets:
+                for position in range(len(bucket.params)):
+                    bucket.adopt(position)
+            params[0].grad = None
+        before, flats = values_of(replica.applier), [bucket.flat.clone() for bucket in buckets]
+        replica.push(a_step(replica, replica.newest_step))
+        replica.computing = True
+        assert replica.replay_one() == by_helper or not by_helper
+        replica.catch_up()
+        assert params[0].grad is None and (params[1].grad is None) == (grad is None)
+        assert grad is None or torch.equal(params[1].grad, grad)  # type: ignore[arg-type]
+        assert all(torch.equal(bucket.flat, flat) for bucket, flat in zip(buckets, flats, strict=True))
+        assert not same(before, values_of(replica.applier)), "the step was applied"
+    replica.push(a_step(replica, replica.newest_step))
+    replica.catch_up(show_mean=True)
+    assert all(torch.equal(param.grad, torch.ones(SIZE)) for param in params)  # type: ignore[arg-type]
+
+
 def test_a_step_that_fetched_parameters_contain_already_is_not_applied_again() -> None:
     """Their source saw its end before this rank did."""
     replica = ready()

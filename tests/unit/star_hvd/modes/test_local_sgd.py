@@ -142,6 +142,18 @@ def test_an_averaging_that_ended_without_it_waits_for_the_device_without_a_lock(
     assert free and free[0], "the other threads wait for a device here"
 
 
+def test_a_gradient_outlives_an_averaging_that_ended_while_its_rank_was_inactive() -> None:
+    pair = Pair()
+    pair.engines[1].set_inactive(True)
+    for _ in range(2):
+        pair.step(0)
+    help_for(pair, 1)
+    pair.engines[1].set_inactive(False)
+    assert not pair.steps[1].waiting, "the helper has written it to a shadow"
+    pair.step(1)
+    assert pair.value(1) == 2.0 + 3.0, "the mean is that of rank 0's steps alone, and this rank's own is made on it"
+
+
 # ---- in the background ---------------------------------------------------------------------------------------------
 
 
