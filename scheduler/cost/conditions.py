@@ -40,6 +40,7 @@ _CROWDED = 0.15
 idle cores show 0.01, on 2 busy ones 0.4."""
 
 _FREEZE, _FREEZE_S = 5.0, 0.5  # A report of a freezing rank above both contains a freeze.
+_AGAIN = 0.5  # Part of the excess of a pause above which another slow report is the same pause again.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,10 +213,18 @@ def _beyond_s(window: Window, rate: Array) -> float:
 
 
 def _forget_single(times: Array, readings: Readings) -> None:
-    """Replace a rank's only slow step in the expected times: one pause is not evidence of recurring slowness."""
-    slow = readings.slow()
-    rows, width = len(times), slow.shape[1]
-    for one in np.flatnonzero(slow.sum(axis=1) == 1).tolist():
-        row = int(slow[one].argmax()) - width + rows
-        if row >= 0:
-            times[row, one] = float(np.median(times[:, one]))
+    """Replace a rank's single pause in the expected times: one pause is not evidence of recurring slowness.
+
+    That is its longest slow report if no other one reaches `_AGAIN` of its excess: the short slow reports of a noisy
+    machine do not say that a checkpoint of some seconds comes back, and in a mean it would outweigh all other reports.
+    """
+    slow, usual_s = readings.slow(), readings.reference_s
+    ranks = np.flatnonzero(slow.any(axis=1))
+    if not len(ranks):
+        return
+    reported = np.where(slow[ranks], readings.newest(slow.shape[1])[ranks], usual_s)
+    second_s, longest_s = np.partition(reported, -2, axis=1)[:, -2:].T
+    single = second_s - usual_s < _AGAIN * (longest_s - usual_s)
+    own = times[:, ranks[single]]
+    # By value, for a run of slow reports is repeated.
+    times[:, ranks[single]] = np.where(own == longest_s[single], np.median(own, axis=0), own)

@@ -49,6 +49,29 @@ def test_one_long_step_is_no_trouble_however_few_there_were(reports: int) -> Non
     assert again is not None and summarize_stragglers(again).slow == (1,)
 
 
+@pytest.mark.parametrize("pause_s", [0.5, 5.0])
+def test_a_pause_beside_short_slow_steps_is_no_trouble(pause_s: float) -> None:
+    """A checkpoint on a machine with 3 % of slow reports: the short ones do not say that the pause comes back."""
+    times = steady(4, 64)
+    times[-20, 0], times[-40, 0], times[-50, 0] = pause_s, 0.14, 0.15
+    found = Conditions.from_window(window(times))
+    assert found is not None and not summarize_stragglers(found)
+    assert found.usual_s[0] == pytest.approx(0.1, rel=0.05)
+    times[-5, 0] = 0.7 * pause_s
+    again = Conditions.from_window(window(times))
+    assert again is not None and summarize_stragglers(again)
+    assert again.usual_s[0] == pytest.approx(0.1 + 1.7 * pause_s / 24.0, rel=0.1)
+
+
+@pytest.mark.parametrize("slow_s", [(0.4, 0.4, 0.4), (5.0, 0.4, 0.4), (0.15, 0.4, 0.4), (0.4, 0.4, 5.0)])
+def test_a_rank_that_has_just_become_slow_is_found_whatever_its_longest_step(slow_s: tuple[float, ...]) -> None:
+    times = steady(4, 64)
+    times[-len(slow_s) :, 1] = slow_s
+    found = Conditions.from_window(window(times))
+    assert found is not None and summarize_stragglers(found).slow == (1,)
+    assert 0.3 < found.usual_s[1] < 0.41, "the longest one does not count while it is the only one of its size"
+
+
 def test_steps_that_are_long_for_all_ranks_are_nobodys_slowness() -> None:
     times = steady(4)
     times[::5] *= 2.0
