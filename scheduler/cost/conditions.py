@@ -39,7 +39,10 @@ _CROWDED = 0.15
 """Median share of time that ranks wait for a processor above which hosts count as having too few cores: 4 ranks on 2
 idle cores show 0.01, on 2 busy ones 0.4."""
 
-_FREEZE, _FREEZE_S = 5.0, 0.5  # A report of a freezing rank above both contains a freeze.
+_FREEZE, _FREEZE_S = 5.0, 0.5
+"""A report of a freezing rank above this multiple of the typical time and above these seconds contains a freeze; steps
+of all ranks above this multiple contain a pause of the whole program. Long sequences make steps a few times longer."""
+
 _AGAIN = 0.5  # Part of the excess of a pause above which another slow report is the same pause again.
 
 
@@ -122,7 +125,8 @@ class Conditions:
         """Read a window. None if a rank has not reported, or has too few reports and no link rate is known.
 
         Expected times are those of a rank's current run of slow reports, else its recent ones: intermittent slowness
-        is expected to recur at the same rate, a single slow step is not. Freezes are added by `with_freezes`.
+        is expected to recur at the same rate, a single slow step and a pause of all ranks are not. Freezes are added
+        by `with_freezes`.
         """
         readings = Readings.of(window)
         if window.world_size == 0 or not readings.counts.all():
@@ -130,16 +134,11 @@ class Conditions:
         known = np.isfinite(window.table.link_bytes_per_s) & (window.table.link_bytes_per_s > 0.0)
         rate = np.where(known, window.table.link_bytes_per_s, math.inf)
         rows = _ROWS if window.world_size <= _MANY else _ROWS_MANY
-        times, same_steps = readings.newest(rows).T.copy(), False
         if not math.isnan(readings.reference_s):
-            expected = np.flatnonzero((readings.run_lengths() >= PERSISTENCE) | (readings.counts < rows)).tolist()
-            same_steps = not expected and bool((np.ptp(readings.steps[:, -rows:], axis=0) == 0).all())
-            for one in expected:
-                times[:, one] = _expected(readings, one, rows)
-            _forget_single(times, readings)
+            times, same_steps = _expected_times(readings, rows)
         elif known.any():
             # Too few reports to compare compute times, but links are known: assume equal times.
-            times[:] = readings.typical_s
+            times, same_steps = np.full((rows, window.world_size), readings.typical_s), False
         else:
             return None
         return cls(
@@ -188,14 +187,51 @@ def _known(value: float, default: float) -> float:
     return value if math.isfinite(value) and value > 0.0 else default
 
 
-def _expected(readings: Readings, rank: int, rows: int) -> Array:
-    run = min(int(readings.run_lengths()[rank]), rows)
+def _expected_times(readings: Readings, rows: int) -> tuple[Array, bool]:
+    """Expected times, one row per step, and whether every row has the times of one step."""
+    reported = _without_pauses(readings, rows)
+    width = reported.shape[1]
+    times = np.full((rows, len(reported)), math.nan)
+    times[max(0, rows - width) :] = reported[:, -rows:].T
+    expected = np.flatnonzero((readings.run_lengths() >= PERSISTENCE) | (readings.counts < rows)).tolist()
+    same_steps = not expected and bool((np.ptp(readings.steps[:, -rows:], axis=0) == 0).all())
+    for one in expected:
+        own = reported[one, width - int(readings.counts[one]) :]
+        times[:, one] = _expected(own, int(readings.run_lengths()[one]), rows)
+    _forget_single(times, reported, readings)
+    return times, same_steps
+
+
+def _expected(own: Array, run: int, rows: int) -> Array:
+    """Expected times of a rank with these reports, of which the last `run` are slow."""
+    run = min(run, rows)
     if run >= PERSISTENCE:
         # Repeated, with the newest last in every column, so that times of the same step stay in one row.
-        return readings.latest(rank, run)[::-1][np.arange(rows) % run][::-1]
-    times = readings.latest(rank, rows)
+        return own[-run:][::-1][np.arange(rows) % run][::-1]
+    times = own[-rows:]
     # Padded with the median, not repeated: one long step of six would become four of 24 and look intermittent.
     return np.concatenate((np.full(rows - len(times), np.median(times)), times))
+
+
+def _without_pauses(readings: Readings, rows: int) -> Array:
+    """The reports of every rank without pauses of the whole program, newest last, shape (n_ranks, n_reports).
+
+    An evaluation or a recompilation makes a step long for all ranks. No plan shortens it, and in a mean of few reports
+    it would hide the ranks that are slow all the time. It counts as a rank's usual time, plus what a slow rank takes
+    longer than the fastest one.
+    """
+    slow = readings.slow()
+    times = readings.newest(slow.shape[1])
+    paused = (times > _FREEZE * readings.reference_s) & ~slow
+    if not paused.any():
+        return times
+    usual_s = np.nanmedian(times[:, -rows:], axis=1, keepdims=True)
+    steps, which = np.unique(readings.steps[paused], return_inverse=True)
+    shortest_s = np.full(len(steps), math.inf)
+    np.minimum.at(shortest_s, which, times[paused])
+    place = np.minimum(np.searchsorted(steps, readings.steps), len(steps) - 1)
+    late = slow & (steps[place] == readings.steps)
+    return np.where(paused, usual_s, np.where(late, usual_s + times - shortest_s[place], times))
 
 
 def _beyond_s(window: Window, rate: Array) -> float:
@@ -212,7 +248,7 @@ def _beyond_s(window: Window, rate: Array) -> float:
     return max(0.0, lower_median(times) - CYCLE_S - wire_s)
 
 
-def _forget_single(times: Array, readings: Readings) -> None:
+def _forget_single(times: Array, reported: Array, readings: Readings) -> None:
     """Replace a rank's single pause in the expected times: one pause is not evidence of recurring slowness.
 
     That is its longest slow report if no other one reaches `_AGAIN` of its excess: the short slow reports of a noisy
@@ -222,8 +258,8 @@ def _forget_single(times: Array, readings: Readings) -> None:
     ranks = np.flatnonzero(slow.any(axis=1))
     if not len(ranks):
         return
-    reported = np.where(slow[ranks], readings.newest(slow.shape[1])[ranks], usual_s)
-    second_s, longest_s = np.partition(reported, -2, axis=1)[:, -2:].T
+    over_s = np.where(slow[ranks], reported[ranks], usual_s)
+    second_s, longest_s = np.partition(over_s, -2, axis=1)[:, -2:].T
     single = second_s - usual_s < _AGAIN * (longest_s - usual_s)
     own = times[:, ranks[single]]
     # By value, for a run of slow reports is repeated.

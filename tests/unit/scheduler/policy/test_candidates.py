@@ -83,6 +83,30 @@ def test_steps_that_are_long_for_all_ranks_are_nobodys_slowness() -> None:
     assert summarize_stragglers(found).at_once == (1,)
 
 
+@pytest.mark.parametrize("reports", [5, 12, 64])
+def test_an_evaluation_of_all_ranks_does_not_hide_a_slow_one(reports: int) -> None:
+    times = steady(4, reports, slow={2: 3.0})
+    times[-2] = [10.0, 10.1, 10.4, 10.0]
+    found = Conditions.from_window(window(times))
+    assert found is not None and summarize_stragglers(found).slow == (2,)
+    assert found.typical_s == pytest.approx(0.1, rel=0.05) and found.usual_s[2] == pytest.approx(0.3, rel=0.05)
+
+
+def test_an_evaluation_in_every_epoch_slows_a_rank_by_what_it_takes_longer() -> None:
+    times = steady(4, 64)
+    times[::12] = [5.0, 5.0, 5.0, 7.0]
+    found = Conditions.from_window(window(times))
+    assert found is not None and found.typical_s == pytest.approx(0.1, rel=0.05)
+    assert found.usual_s[3] == pytest.approx(0.1 + 2.0 * 2.0 / 24.0, rel=0.05)
+
+
+def test_long_sequences_of_all_ranks_count_as_steps() -> None:
+    times = steady(4)
+    times[::4] *= 4.0
+    found = Conditions.from_window(window(times))
+    assert found is not None and found.typical_s == pytest.approx(0.1 * (1.0 + 3.0 / 4.0), rel=0.05)
+
+
 def test_as_many_are_left_out_as_are_slow() -> None:
     stragglers = summarize_stragglers(conditions(steady(8, slow={2: 2.0, 5: 4.0})))
     assert (stragglers.slow, stragglers.intermittent, stragglers.links) == ((2, 5), (), ())
