@@ -91,10 +91,24 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
     """
 
     def save(self) -> None:
-        """Save the state; optimizers first, whose `state_dict` may bring the model to the newest step."""
-        for handler in sorted(self._handlers.values(), key=_place_in_commit):
-            handler.save()
-        ObjectState.save(self)
+        """Save all or nothing; optimizers first, whose `state_dict` may bring the model to the newest step."""
+        with self._all_or_nothing():
+            for handler in sorted(self._handlers.values(), key=_place_in_commit):
+                handler.save()
+            ObjectState.save(self)
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Keep the last commit if the block, which saves, fails: half of each would have samples trained twice."""
+        handlers = [(handler, dict(vars(handler))) for handler in self._handlers.values()]
+        attributes: dict[str, Any] = vars(self)["_saved_state"]
+        try:
+            yield
+        except BaseException:
+            for handler, kept in handlers:
+                vars(handler).update(kept)
+            self._saved_state = attributes
+            raise
 
     def commit(self) -> None:
         """Save the state, and check whether hosts were added or removed. Collective."""

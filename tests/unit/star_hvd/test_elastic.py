@@ -5,6 +5,7 @@ Also what the state continues from when hosts were added or removed.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from horovod.torch.elastic import sampler
 
 from star_hvd import elastic
 from star_hvd.errors import RankLostError
+from star_hvd.loader import ShardLoader
 from star_hvd.runtime import runtime
 
 
@@ -162,3 +164,54 @@ def test_after_a_change_of_hosts_the_optimizer_continues_where_the_parameters_do
     with pytest.raises(HostsUpdatedInterrupt):
         elastic.TorchState(optimizer=optimizer).check_host_updates()
     assert asked == ["state", "attributes"]
+
+
+class Asked(ShardLoader):
+    """A loader whose state another rank knows, which may be lost."""
+
+    def __init__(self) -> None:
+        self.consumed, self.lost = 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.lost:
+            raise RankLostError("rank 1 has left")
+        return {"consumed": self.consumed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.consumed = state["consumed"]
+
+
+class Job:
+    """The state of an elastic job with a loader; after `steps` all its parts have that number.
+
+    Args:
+        monkeypatch: Of the test.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(runtime, "current", lambda: None)
+        self.net, self.loader = torch.nn.Linear(1, 1, bias=False), Asked()
+        self.optimizer = Behind(self.net.weight)
+        self.state = elastic.TorchState(model=self.net, optimizer=self.optimizer, loader=self.loader, batch=0)
+
+    def steps(self, count: int) -> None:
+        self.optimizer.newest = self.loader.consumed = self.state.batch = count
+
+    def restored(self) -> tuple[float, float, int, int]:
+        """Return the steps of model, optimizer, loader and attributes after a failure."""
+        self.loader.lost = False
+        horovod_elastic.TorchState.restore(self.state)
+        step = self.optimizer.state[self.net.weight]["step"].item()
+        return self.net.weight.item(), step, self.loader.consumed, self.state.batch
+
+
+def test_a_commit_that_fails_halfway_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters of the new one with the samples of the old would have samples trained twice."""
+    job = Job(monkeypatch)
+    job.steps(3)
+    job.state.save()
+    job.steps(7)
+    job.loader.lost = True
+    with pytest.raises(RankLostError):
+        job.state.save()
+    assert job.restored() == (3, 3, 3, 3)
