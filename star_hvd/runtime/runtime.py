@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import zmq
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch import mpi_ops
 from horovod.torch.functions import allgather_object
 
@@ -56,7 +57,7 @@ from star_hvd.config import Config
 from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.errors import ChannelError, StarError
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.input.feeding import Feeding
 from star_hvd.input.joined import Joined
 from star_hvd.input.microbatches import MicrobatchInHand
@@ -191,7 +192,7 @@ class Runtime:
         self.memory = MemoryLimits(self.config.max_batch)
         self.steps_ended = 0  # How often the gradients of a step were collected, over all optimizers.
         self._had_shares = False
-        self.thread_failure: StarError | None = None  # Why a thread of this process ended, if one did.
+        self.thread_failure: StarError | RankLostError | None = None  # Why a thread of this process ended, if one did.
         self.agent: Agent
         self.client: CoordinatorClient
         self.tensors: TensorServer
@@ -559,12 +560,17 @@ class Runtime:
         return max(batch, self._most_samples(loader))
 
     def raise_failure(self) -> None:
-        """Raise what stopped one of this process's engines or threads, if anything did."""
+        """Raise what stopped one of this process's engines or threads, if anything did.
+
+        An engine's own failure came before the thread's, or it would have that: it may name the lost rank, from which
+        an elastic job recovers.
+        """
+        failures = [driver.failure for driver in self.drivers.values()]
+        own = [failure for failure in failures if failure is not None and failure is not self.thread_failure]
+        if own:
+            raise own[0]
         if self.thread_failure is not None:
             raise self.thread_failure
-        for driver in self.drivers.values():
-            if driver.failure is not None:
-                raise driver.failure
 
     def _raise_what_ends_waits(self) -> None:
         """Raise what makes a wait for other ranks pointless; outside collectives Horovod does not notice dead ranks."""
@@ -574,8 +580,7 @@ class Runtime:
 
     def _thread_died(self, name: str, error: Exception) -> None:
         """Make the training thread raise the error that ended a critical thread of this process."""
-        kind = ChannelError if isinstance(error, (ChannelError, OSError, zmq.ZMQError)) else StarError
-        self.thread_failure = kind(
+        self.thread_failure = _kind_of_failure(error)(
             f"rank {self.rank} cannot go on: its thread {name} ended by {type(error).__name__}: {error}"
         )
         for driver in list(self.drivers.values()):
@@ -719,6 +724,15 @@ class Runtime:
         driver = self.drivers.get(optimizer_id)
         buckets = driver.engine.applier.buckets if driver is not None else []
         return sum((bucket.numel + 1) * bucket.flat.element_size() for bucket in buckets)
+
+
+def _kind_of_failure(error: Exception) -> type[StarError | RankLostError]:
+    """Return as what the end of a thread is raised; an elastic job recovers from all but a plain `StarError`."""
+    if isinstance(error, HorovodInternalError):
+        return RankLostError
+    if isinstance(error, DeadlineError):
+        return DeadlineError
+    return ChannelError if isinstance(error, (ChannelError, OSError, zmq.ZMQError)) else StarError
 
 
 def _shared_folder(*, wanted: bool) -> PrivateFolder | None:

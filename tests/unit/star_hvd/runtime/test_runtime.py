@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from horovod.common.exceptions import HorovodInternalError
 
+from star_hvd import threads
 from star_hvd.config import Config
-from star_hvd.errors import RankLostError
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.runtime import runtime
 from star_hvd.runtime.runtime import Runtime
 
@@ -103,3 +105,67 @@ def test_a_shutdown_within_the_handling_of_an_error_waits_for_a_minute_at_most(
     within = isinstance(error, ValueError)
     assert closed == ["FAILED" if within and not all_end else "FINISHED"]
     assert waited_s == [60.0 if within else leaving.config.shutdown_deadline_s]
+
+
+# ---- the end of a thread ---------------------------------------------------------------------------------------------
+
+
+class Driven:
+    """An optimizer's driver, and its engine, which keeps its first failure."""
+
+    active_mode = None
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self.engine = self
+
+    def fail(self, error: BaseException) -> None:
+        self.failure = self.failure or error
+
+
+class Watching(Leaving):
+    """A runtime with two optimizers that notes how threads end."""
+
+    def __init__(self) -> None:
+        super().__init__(Parts())
+        self.thread_failure = None
+        self.optimizers = [Driven(), Driven()]
+        self.drivers.update(enumerate(cast(Any, self.optimizers)))
+
+    def end_thread(self, error: Exception) -> None:
+        """Have a thread end by an error."""
+
+        def broken() -> None:
+            raise error
+
+        undo = threads.on_death(self._thread_died)
+        thread = threads.supervised(broken, "star-late-0")
+        thread.start()
+        thread.join()
+        undo()
+
+
+@pytest.mark.parametrize(("error", "kind"), [
+    (RankLostError("rank 1 has left"), RankLostError), (HorovodInternalError("gone"), RankLostError),
+    (DeadlineError("slow"), DeadlineError), (OSError("reset"), ChannelError), (KeyError("x"), StarError),
+])  # fmt: skip
+def test_what_ended_a_thread_is_raised_as_what_an_elastic_job_recovers_from(
+    error: Exception, kind: type[Exception]
+) -> None:
+    """As a `StarError` the loss of a rank would end the others, too."""
+    rank = Watching()
+    rank.end_thread(error)
+    with pytest.raises(kind, match=f"star-late-0 ended by {type(error).__name__}") as raised:
+        rank.raise_failure()
+    assert type(raised.value) is kind
+    assert all(optimizer.failure is raised.value for optimizer in rank.optimizers)
+
+
+def test_a_lost_rank_is_raised_before_the_end_of_a_thread_that_it_led_to() -> None:
+    rank = Watching()
+    lost = RankLostError("rank 1 has left")
+    rank.optimizers[1].fail(lost)
+    rank.end_thread(StarError("no answer"))
+    with pytest.raises(RankLostError) as raised:
+        rank.raise_failure()
+    assert raised.value is lost
