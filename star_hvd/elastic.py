@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -40,6 +41,12 @@ class _OptimizerHandler(_state.OptimizerStateHandler):  # type: ignore[misc]  # 
         """Take rank 0's state. A rank that joins keeps its parameters: Horovod's own broadcast would decay them."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
+    def save_local_state(self) -> None:
+        """Save the state that is on this rank, without asking those that have a newer one."""
+        wrapped = getattr(self.value, "_star", None)
+        state = self.value.state_dict() if wrapped is None else wrapped.local_state()
+        self._saved_optimizer_state = copy.deepcopy(state)
+
 
 class _LoaderHandler(_state.StateHandler):  # type: ignore[misc]  # Horovod is untyped.
     """A loader of `shard` in the state of an elastic job: after a reset its epoch continues from the last commit."""
@@ -76,6 +83,14 @@ def _place_in_commit(handler: Any) -> int:
     return next((place for place, kind in enumerate(kinds) if isinstance(handler, kind)), len(kinds))
 
 
+def _save_locally(handler: Any) -> None:
+    """Save an object; of an optimizer the state that this rank has."""
+    if isinstance(handler, _OptimizerHandler):
+        handler.save_local_state()
+    else:
+        handler.save()
+
+
 class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyped.
     """State of an elastic job; see `horovod.torch.elastic.TorchState`.
 
@@ -92,9 +107,12 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
 
     def save(self) -> None:
         """Save all or nothing; optimizers first, whose `state_dict` may bring the model to the newest step."""
+        self._save(lambda handler: handler.save())
+
+    def _save(self, save: Callable[[Any], None]) -> None:
         with self._all_or_nothing():
             for handler in sorted(self._handlers.values(), key=_place_in_commit):
-                handler.save()
+                save(handler)
             ObjectState.save(self)
 
     @contextlib.contextmanager
@@ -146,10 +164,8 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
             # Parameters stay as they are: attributes and loaders must not go back to the last commit, and an optimizer
             # not to the state it had when it was last asked for it. Its servers end with this world.
             _refresh_optimizers(self)
-            ObjectState.save(self)
-            for handler in self._handlers.values():
-                if isinstance(handler, _LoaderHandler):
-                    handler.save()
+            # Models and optimizers, too: a failure before the next commit must not take them back behind the loaders.
+            self._save(_save_locally)
             raise
 
     def restore(self) -> None:

@@ -361,6 +361,13 @@ class _Wrapper:
         if isinstance(self.core, BucketCore):
             self.core.refresh_state()
 
+    def local_state(self) -> dict[str, Any]:
+        """Return the optimizer's state as it is on this rank."""
+        state = dict(self.base.state_dict(self.wrapped() or self.inner))
+        if isinstance(self.core, BucketCore):
+            self.core.save_residuals(state)
+        return state
+
     def restart(self) -> None:
         """Continue after Horovod was initialized again (elastic)."""
         run = runtime.ensure(self.given["config"])
@@ -552,10 +559,7 @@ class _Methods:
         the state is that of the parameters that the program will put back.
         """
         self._star.refresh_state()
-        state = dict(self._star.base.state_dict(self))  # type: ignore[arg-type]
-        if isinstance(self._star.core, BucketCore):
-            self._star.core.save_residuals(state)
-        return state
+        return self._star.local_state()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's state, on all ranks; discards an unfinished step and gradients that wait for a step."""

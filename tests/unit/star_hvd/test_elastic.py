@@ -215,3 +215,47 @@ def test_a_commit_that_fails_halfway_leaves_the_one_before(monkeypatch: pytest.M
     with pytest.raises(RankLostError):
         job.state.save()
     assert job.restored() == (3, 3, 3, 3)
+
+
+def _interrupted(monkeypatch: pytest.MonkeyPatch, state: elastic.TorchState, error: type[Exception]) -> None:
+    """Hosts are changed; `error` comes of it."""
+
+    def changed(self: Any) -> None:
+        raise HostsUpdatedInterrupt(False)
+
+    monkeypatch.setattr(horovod_elastic.TorchState, "check_host_updates", changed)
+    with pytest.raises(error):
+        state.check_host_updates()
+
+
+@pytest.mark.parametrize(("lost", "steps"), [(False, 7), (True, 3)])
+def test_after_a_change_of_hosts_a_failure_takes_all_parts_back_to_one_step(
+    monkeypatch: pytest.MonkeyPatch, lost: bool, steps: int
+) -> None:
+    """Before the first commit of the new world: parameters of the last commit would lack the samples since."""
+    job = Job(monkeypatch)
+    job.steps(3)
+    job.state.save()
+    job.steps(7)
+    job.loader.lost = lost  # The interrupt is a failure then.
+    _interrupted(monkeypatch, job.state, RankLostError if lost else HostsUpdatedInterrupt)
+    assert job.restored() == (steps, steps, steps, steps)
+
+
+def test_a_state_that_cannot_be_fetched_at_a_change_of_hosts_is_that_of_this_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(monkeypatch)
+    job.steps(3)
+    job.state.save()
+    job.steps(7)
+    known = torch.optim.SGD.state_dict
+    job.optimizer.state_dict()  # This rank has made the steps.
+
+    def lost(*given: Any) -> None:
+        raise RankLostError("rank 1 has left")
+
+    local = SimpleNamespace(refresh_state=lost, local_state=lambda: known(job.optimizer))
+    vars(job.optimizer).update(_star=local, _star_wrapped=lambda: job.optimizer, state_dict=lost)
+    _interrupted(monkeypatch, job.state, HostsUpdatedInterrupt)
+    assert job.restored() == (7, 7, 7, 7)
