@@ -51,6 +51,7 @@ __all__ = [
     "next_due_s",
     "pack_snapshot",
     "unpack_snapshot",
+    "unsendable",
 ]
 
 logger = logging.getLogger("star_hvd")
@@ -73,11 +74,22 @@ _ANSWER_S = 5.0  # Longest wait for the coordinator to name a rank.
 _SOURCES = 4  # Silent ranks that can be asked for a state, one after the other, within the deadline.
 _LEAST_PACE = 1 << 14  # Bytes per second: a reply holds memory here until all of it is sent.
 _CATCH_UP_S = 0.01  # A delayed paced sender makes up for at most this much time at once.
-_DTYPES = {str(d): d for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64)}
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DTYPES = {str(d): d for d in (*_FLOATS, torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)}
 
 
 def _raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def unsendable(value: Any) -> str:
+    """Return why a value of an optimizer's state cannot be sent, empty if it can."""
+    if isinstance(value, torch.Tensor):
+        known = str(value.dtype) in _DTYPES
+        return "" if known else f"has the type {value.dtype}; expected one of {sorted(_DTYPES)}"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ""
+    return f"is a {type(value).__name__}; only tensors and numbers can be fetched"
 
 
 def pack_snapshot(snapshot: Snapshot) -> tuple[bytes, bytes]:
@@ -89,14 +101,12 @@ def pack_snapshot(snapshot: Snapshot) -> tuple[bytes, bytes]:
     blobs: list[bytes] = []
 
     def describe(value: Any, where: str) -> list[Any]:
-        if isinstance(value, torch.Tensor):
-            if str(value.dtype) not in _DTYPES:
-                raise ChannelError(f"{where} has the type {value.dtype}; expected one of {sorted(_DTYPES)}")
-            blobs.append(_raw(value))
-            return ["t", str(value.dtype), list(value.shape)]
-        if value is None or isinstance(value, (bool, int, float, str)):
+        if reason := unsendable(value):
+            raise ChannelError(f"{where} {reason}")
+        if not isinstance(value, torch.Tensor):
             return ["v", value]
-        raise ChannelError(f"{where} is a {type(value).__name__}; only tensors and numbers can be fetched")
+        blobs.append(_raw(value))
+        return ["t", str(value.dtype), list(value.shape)]
 
     params = [describe(p, f"parameter {i}") for i, p in enumerate(snapshot.params)]
     state = [

@@ -16,6 +16,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from scheduler.plan.mode_names import parse_again
 from scheduler.records import Plan, PlanError
 from star_hvd import env
+from star_hvd.channel.state_transfer import unsendable
 from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier, replayable
@@ -59,6 +60,8 @@ _IN_GROUPS = (
     "a step of {} changes '{}' in param_groups: it keeps state there, which would differ between ranks that make "
     "different numbers of steps"
 )
+_UNSENDABLE = "the state of {} cannot be sent to a rank that is late: its entry '{}' {}"
+_WATCHED_STEPS = 2  # Own steps behind which the optimizer's state is looked at: the first may not have all of it.
 _cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # All of this process; used by the training thread.
 
 _DETACHED = (
@@ -163,6 +166,7 @@ class BucketCore:
         self._result: Result | None = None
         self._outcome, self.whole_step = "", False
         self._in_groups = StateInGroups(base)
+        self._states_to_check = 0 if replayable(base) else _WATCHED_STEPS
         self._applying = False  # Whether the user's optimizer or its step hooks run.
         self.buckets: list[Bucket] = []
         self.wire = LossyWire(self.buckets) if lossy else None  # Belongs to the optimizer, so it outlives a world.
@@ -641,6 +645,18 @@ class BucketCore:
             self._applying = False
         if self._in_groups.found and self.driver.engine.agreement.pinned is None:
             self.driver.pin(_IN_GROUPS.format(self.base.__name__, self._in_groups.found))
+        self._pin_if_unsendable()
+
+    def _pin_if_unsendable(self) -> None:
+        """Stay in `sync` if the optimizer's state cannot be sent: a late rank would ask for it until its deadline."""
+        if not self._states_to_check:
+            return
+        self._states_to_check -= 1
+        state = self._inner.state
+        entries = ((key, unsendable(value)) for param in self._where for key, value in state.get(param, {}).items())
+        found = next(((key, reason) for key, reason in entries if reason), None)
+        if found is not None and self.driver.engine.agreement.pinned is None:
+            self.driver.pin(_UNSENDABLE.format(self.base.__name__, *found))
 
     def _watch_program(self) -> None:
         """Watch for the program's own writes to parameters from here on, if they matter."""

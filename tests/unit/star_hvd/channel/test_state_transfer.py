@@ -37,6 +37,7 @@ from star_hvd.errors import ChannelError, DeadlineError, RankLostError
 from tests.support.effort import cases
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
+DTYPES += [torch.bool, torch.uint8, torch.int8]
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -97,7 +98,7 @@ def test_what_cannot_travel(value: Any) -> None:
 DIMENSION = st.integers(-3, 5) | st.sampled_from([1 << 31, 1 << 32, 1 << 62, (1 << 64) - 1, -(1 << 63), 0.5, "x", None])
 ITEM = st.one_of(
     st.tuples(
-        st.just("t"), st.sampled_from([*map(str, DTYPES), "torch.bool", "x", 3]), st.lists(DIMENSION, max_size=3)
+        st.just("t"), st.sampled_from([*map(str, DTYPES), "torch.complex64", "x", 3]), st.lists(DIMENSION, max_size=3)
     ),
     st.tuples(st.just("v"), st.none() | st.integers(0, 9) | st.lists(st.integers(0, 3), max_size=2)),
     st.sampled_from([None, [], "t", "v", ["t"], ["v"], ["?", 1], {"t": 1}, 5, ["t", "torch.float32", 3]]),

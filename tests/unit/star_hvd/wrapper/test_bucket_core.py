@@ -321,6 +321,44 @@ def test_an_optimizer_with_state_in_its_groups_is_pinned(
     assert len(reasons) == pinned and all("Counting" in text and "'step'" in text for text in reasons)
 
 
+class Remembering(torch.optim.SGD):
+    """Keeps something per parameter, from its step `first` on."""
+
+    kept: Any
+    first = 1
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            entry = self.state[param]
+            entry["made"] = entry.get("made", 0) + 1
+            if entry["made"] >= self.first:
+                entry["kept"] = self.kept
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+@pytest.mark.parametrize(("kept", "reason"), [
+    ([1.0], "'kept' is a list"), ({}, "'kept' is a dict"), (torch.ones(1, dtype=torch.complex64), "torch.complex64"),
+    (torch.ones(1, dtype=torch.uint8), None), (3, None), (None, None),
+])  # fmt: skip
+def test_an_optimizer_whose_state_cannot_be_sent_is_pinned(
+    monkeypatch: pytest.MonkeyPatch, kept: Any, reason: str | None, first: int
+) -> None:
+    """The first rank that is late would otherwise ask for it until its deadline."""
+    monkeypatch.setattr(Remembering, "kept", kept, raising=False)
+    monkeypatch.setattr(Remembering, "first", first)
+    rank = Stepping(monkeypatch, Remembering)
+    reasons: list[str] = []
+    monkeypatch.setattr(rank.driver, "pin", reasons.append)
+    for _ in range(first):
+        rank.backward()
+        rank.core.synchronize(manual=False)
+        assert reasons == []
+        rank.apply()
+    assert len(reasons) == (reason is not None)
+    assert all(str(reason) in text and "Remembering" in text for text in reasons)
+
+
 # ---- step hooks that change gradients or parameters ---------------------------------------------------------------
 
 
