@@ -17,12 +17,12 @@ import torch
 
 from star_hvd.engine.bucket_sizes import partition
 
-__all__ = ["Bucket", "Wire", "in_format_of", "memory_format_of", "pack", "set_weight"]
+__all__ = ["Bucket", "Wire", "in_format_of", "memory_format_of", "pack", "set_weight", "wire_dtype"]
 
 Key = tuple[torch.dtype, torch.device]
 
 
-def _wire_dtype(dtype: torch.dtype, fp16: bool) -> torch.dtype:
+def wire_dtype(dtype: torch.dtype, *, fp16: bool) -> torch.dtype:
     """Type used on the wire: Horovod rejects bfloat16, so float32 replaces it; fp16 compression halves wide floats."""
     if dtype == torch.bfloat16:
         return torch.float16 if fp16 else torch.float32
@@ -199,8 +199,8 @@ def pack(
         for run in partition(sizes, limits):
             chosen = tuple(members[i] for i in run)
             flat = torch.zeros(sum(p.numel() for p in chosen) + 1, dtype=dtype, device=device)
-            wire_dtype = _wire_dtype(dtype, fp16)
-            wire = flat if wire_dtype == dtype else torch.zeros_like(flat, dtype=wire_dtype)
+            travels_as = wire_dtype(dtype, fp16=fp16)
+            wire = flat if travels_as == dtype else torch.zeros_like(flat, dtype=travels_as)
             views = tuple(_views(flat, chosen))
             buckets.append(Bucket(first_index + len(buckets), chosen, flat, views, wire))
     return buckets

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from scheduler.records import Plan
+from star_hvd.engine.buckets import wire_dtype
 from star_hvd.engine.collective import Collective, wait_all
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
@@ -98,13 +99,13 @@ class GroupSteps(ServerSteps):
         flags = [float(fresh), float(self._shutting_down), float(reads), 0.0, 0.0, 0.0]
         head = torch.tensor(flags, dtype=torch.float32, device="cpu")
         # A rank with a gradient knows that the buckets are summed and does not wait for the head first.
-        sums = [flat.clone() for flat in flats] if fresh else []
+        sums = _to_sum(flats) if fresh else []
         self._reduce([("gh", head), *_named(sums)])
         present, ending, reading = (round(value) for value in head.tolist()[:3])
         if not fresh and (present or reading):
-            sums = [flat.clone() for flat in flats]
+            sums = _to_sum(flats)
             self._reduce(_named(sums) if present else [])
-        outcome = self._lead(sums, present) if self._leads else None
+        outcome = self._lead(flats, sums, present) if self._leads else None
         found = self._hand_out(outcome, sums)
         self._shut_down = ending == len(self._ranks)
         self._moved = found.kind == "moved"
@@ -127,9 +128,9 @@ class GroupSteps(ServerSteps):
     def _leads(self) -> bool:
         return self._engine.rank == self._ranks[0]
 
-    def _lead(self, sums: list[torch.Tensor], present: int) -> Outcome:
-        if present:
-            return self._push(sums, count=present)
+    def _lead(self, flats: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], present: int) -> Outcome:
+        if present:  # In the parameters' own type, which servers expect.
+            return self._push([each.to(flat.dtype) for each, flat in zip(sums, flats, strict=True)], count=present)
         if not (sums and self.wanted):
             kind = "idle" if self.wanted else "moved"
             return Outcome(kind, self._engine.step, self._engine.plan.plan_id, [], applied=False)
@@ -236,6 +237,11 @@ class GroupSteps(ServerSteps):
                 outcome = self._group_step(zeros, fresh=False, reads=True)
             if outcome.kind == "params":
                 self._write(outcome)
+
+
+def _to_sum(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return copies in which a group may sum: Horovod rejects some types."""
+    return [flat.to(wire_dtype(flat.dtype, fp16=False), copy=True) for flat in flats]
 
 
 def _named(sums: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

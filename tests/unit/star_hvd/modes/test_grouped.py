@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,6 +45,8 @@ class MemoryCollective:
         self._handles: list[tuple[tuple[str, int], torch.Tensor]] = []
 
     def submit(self, name: str, tensor: torch.Tensor) -> int:
+        if tensor.dtype == torch.bfloat16:
+            raise ValueError("Tensor type torch.BFloat16Tensor is not supported.")  # As Horovod does.
         key = (name, next(self._uses.setdefault(name, itertools.count())))
         with self._meeting.lock:
             self._meeting.given.setdefault(key, []).append(tensor.clone())
@@ -84,6 +87,7 @@ class Member(GroupSteps):
         super().__init__(*args, **common)
         self.written: list[list[float]] = []
         self.pushed: list[tuple[list[float], int]] = []
+        self.pushed_dtypes: list[torch.dtype] = []
 
     def exchange(self, flat: torch.Tensor) -> Outcome:
         return self._exchange([flat])
@@ -93,7 +97,8 @@ class Member(GroupSteps):
 
     def _push(self, flats: Sequence[torch.Tensor], *, count: int) -> Outcome:
         self.pushed.append((flats[0].tolist(), count))
-        return Outcome("params", 5, 1, [torch.full((3,), 7.0)])
+        self.pushed_dtypes.append(flats[0].dtype)
+        return Outcome("params", 5, 1, [torch.full((3,), 7.0, dtype=flats[0].dtype)])
 
 
 def member(
@@ -103,8 +108,9 @@ def member(
     *,
     deadline_s: float = DEADLINE_S,
     engines: list[Any] | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Member:
-    bucket = SimpleNamespace(new_flat=lambda: torch.zeros(4))
+    bucket = SimpleNamespace(new_flat=lambda: torch.zeros(4, dtype=dtype))
     plan = Plan.grouped(len(ranks), [ranks]).replace(plan_id=1)
     engine = SimpleNamespace(
         rank=rank, prefix="s", plan=plan, step=0, failure=None, applier=SimpleNamespace(buckets=[bucket]),
@@ -251,6 +257,23 @@ def test_a_gradient_is_summed_with_zeros_of_the_inactive_members() -> None:
     end(steps)
     assert len(steps[0].pushed) == 3
     assert all(len(sums) == 3 for sums in meeting.given.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_gradients_of_any_type_are_summed_and_pushed_in_their_own(dtype: torch.dtype) -> None:
+    """Horovod refuses bfloat16, which the servers expect where parameters have it."""
+    ranks, meeting = (0, 1, 2), Meeting(3)
+    steps = [member(rank, ranks, meeting, dtype=dtype) for rank in ranks]
+    steps[2].set_inactive(True)
+    with ThreadPoolExecutor(2) as pool:
+        flats = [torch.full((4,), value, dtype=dtype) for value in (2.0, 3.0)]
+        outcomes = list(pool.map(lambda rank: steps[rank].exchange(flats[rank]), (0, 1), timeout=DEADLINE_S))
+    assert [outcome.params[0].tolist() for outcome in outcomes] == [[7.0] * 3] * 2
+    assert steps[0].pushed == [([5.0] * 4, 2)] and steps[0].pushed_dtypes == [dtype]
+    assert all(flat.tolist() == [value] * 4 for flat, value in zip(flats, (2.0, 3.0), strict=True)), "still the own"
+    for each in steps[:2]:
+        each.set_inactive(True)
+    end(steps)
 
 
 def test_a_group_acts_on_its_own_plan_until_it_has_met_for_the_last_time() -> None:
