@@ -15,7 +15,8 @@ import os
 import re
 
 __all__ = ["KNOWN", "accuracy", "async_completion", "check_locks", "elastic", "encryption", "hierarchical", "host",
-           "interface", "least_quorum", "mode", "overlap", "policy", "tags", "target", "warn_misspelled"]
+           "interface", "least_quorum", "mode", "neighbours_folder", "overlap", "policy", "tags", "target",
+           "warn_misspelled"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -23,7 +24,8 @@ _PREFIX = "STAR_"
 
 KNOWN = (
     "ACCURACY", "BUILD_JOBS", "CACHE_DIR", "CHECK_LOCKS", "CPU_ONLY", "ENCRYPTION", "HOST", "INTERFACE", "LEAST_QUORUM",
-    "LOG_DIR", "MODE", "MODEL", "OVERLAP", "POLICY", "RUN_LOG", "RUN_TAGS", "SSHD", "SSH_KEYS", "SSH_PORT", "TARGET",
+    "LOG_DIR", "MODE", "MODEL", "NEIGHBOURS_DIR", "OVERLAP", "POLICY", "RUN_LOG", "RUN_TAGS", "SSHD", "SSH_KEYS",
+    "SSH_PORT", "TARGET",
 )  # fmt: skip
 """Names, without `STAR_`, of all variables of the package, its scripts and its image."""
 
@@ -88,6 +90,11 @@ def interface() -> str | None:
     """`STAR_INTERFACE`: network interface of the channel. Default: `HOROVOD_GLOO_IFACE`, set by the launcher."""
     value = _text("STAR_INTERFACE") or _text("HOROVOD_GLOO_IFACE")
     return value.split(",")[0].strip() if value else None
+
+
+def neighbours_folder() -> str | None:
+    """`STAR_NEIGHBOURS_DIR`: where the user's jobs on a host find each other. Default: `/tmp/star-hvd-<uid>`."""
+    return _text("STAR_NEIGHBOURS_DIR")
 
 
 def policy() -> str | None:

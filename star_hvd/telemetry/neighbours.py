@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from star_hvd import env
+
 __all__ = ["Entry", "Neighbours", "Registry", "registry_folder", "summarize"]
 
 logger = logging.getLogger("star_hvd")
@@ -87,9 +89,13 @@ def summarize(entries: Iterable[Entry], cpus: Collection[int]) -> Neighbours:
 
 
 def registry_folder() -> Path:
-    """Return the directory shared by this user's jobs on this host: in XDG_RUNTIME_DIR, else in /tmp."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
-    return Path(runtime) / "star-hvd" if runtime else Path(f"/tmp/star-hvd-{os.getuid()}")
+    """Return the directory shared by this user's jobs on this host: `STAR_NEIGHBOURS_DIR`, else one in /tmp.
+
+    XDG_RUNTIME_DIR and TMPDIR do not count: jobs of other sessions may lack them or have other ones, and the former is
+    removed at logout, while the job goes on.
+    """
+    chosen = env.neighbours_folder()
+    return Path(f"/tmp/star-hvd-{os.getuid()}") if chosen is None else Path(chosen)
 
 
 class Registry:
@@ -124,11 +130,15 @@ class Registry:
             cpus=tuple(sorted(cpus)), written_s=time.time(), **numbers,
         )
         part = self._folder / f"{self.file_name}.part"
-        with contextlib.suppress(OSError):
+        try:
             descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump(asdict(entry), file)
             part.replace(self._folder / self.file_name)
+        except FileNotFoundError:  # The directory was removed; the next entry is written into the new one.
+            self._usable = self._open()
+        except OSError as error:
+            logger.debug("jobs of this host do not hear of rank %d: %s", self._rank, error)
 
     def others(self) -> list[Entry]:
         """Return the entries of running ranks of other jobs; remove those of processes that have ended."""

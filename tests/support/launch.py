@@ -152,7 +152,8 @@ def _environment(folder: str, added: Mapping[str, str]) -> dict[str, str]:
     environment["STAR_CHECK_LOCKS"] = "1"
     # Horovod's own timeouts for late ranks: its half a minute is too short where many ranks share a core.
     environment.update(HOROVOD_GLOO_TIMEOUT_SECONDS="180", HOROVOD_START_TIMEOUT="300")
-    environment.update({RESULTS: folder, "XDG_RUNTIME_DIR": folder}, **added)  # Where a host's jobs meet: alone here.
+    environment["STAR_NEIGHBOURS_DIR"] = str(Path(folder) / "neighbours")  # Where a host's jobs meet: alone here.
+    environment.update({RESULTS: folder}, **added)
     return environment
 
 

@@ -35,6 +35,7 @@ def test_tags(monkeypatch: pytest.MonkeyPatch, text: str, expected: dict[str, st
         ("MODE", env.mode), ("OVERLAP", env.overlap), ("HOST", env.host), ("POLICY", env.policy),
         ("ENCRYPTION", env.encryption), ("LEAST_QUORUM", env.least_quorum), ("TARGET", env.target),
         ("ACCURACY", env.accuracy), ("INTERFACE", env.interface), ("RUN_TAGS", env.tags),
+        ("NEIGHBOURS_DIR", env.neighbours_folder),
     ],
 )  # fmt: skip
 def test_blanks_do_not_count(name: str, read: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,8 @@ from star_hvd.telemetry.resources import Resources
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    return tmp_path / "star-hvd"
+    monkeypatch.setenv("STAR_NEIGHBOURS_DIR", str(tmp_path / "jobs"))
+    return tmp_path / "jobs"
 
 
 def driver(compute_s: float, wait_s: float) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -153,11 +154,29 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert reader.dropped == 0
 
 
-def test_where_they_meet(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    assert registry_folder() == tmp_path / "star-hvd"
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
-    assert registry_folder() == Path(f"/tmp/star-hvd-{os.getuid()}")
+def test_they_meet_in_one_place_whatever_their_sessions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("STAR_NEIGHBOURS_DIR", "XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
+    everywhere = Path(f"/tmp/star-hvd-{os.getuid()}")
+    assert registry_folder() == everywhere
+    for name in ("XDG_RUNTIME_DIR", "TMPDIR"):
+        monkeypatch.setenv(name, str(tmp_path))
+    assert registry_folder() == everywhere
+    monkeypatch.setenv("STAR_NEIGHBOURS_DIR", str(tmp_path / "jobs"))
+    assert registry_folder() == tmp_path / "jobs"
+
+
+def test_a_directory_that_is_removed_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "jobs"
+    registry, other = Registry("a", 0, folder), Registry("b", 0, folder)
+    other.file_name = "other.json"
+    registry.write(cpus={0}, cores=1.0, step_s=0.1, slack_s=0.0)
+    shutil.rmtree(folder)
+    assert other.others() == []
+    for _ in range(2):
+        registry.write(cpus={0}, cores=1.0, step_s=0.1, slack_s=0.0)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert [one.job for one in other.others()] == ["a"]
 
 
 def test_what_neighbours_can_give_up() -> None:
