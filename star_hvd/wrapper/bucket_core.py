@@ -384,6 +384,10 @@ class BucketCore:
             self.driver.pin("sparse gradients are reduced by Horovod itself", equal_batches=True)
             self._sparse.give(param, bucket.views[position], f"{self.driver.engine.prefix}.s{bucket.index}.{position}")
         else:
+            if self.driver.gates is not None:
+                # Zeros of a branch that this forward pass did not use: the servers' answer to the buffer's last push
+                # may not be here yet, and if one restarts, the buffer is sent again.
+                self.driver.gates.wait(bucket.index)
             bucket.adopt(position)
         streams = self.driver.engine.streams
         streams.note_part(bucket.index, bucket.flat)

@@ -422,6 +422,26 @@ def test_a_gradient_that_is_synchronized_before_the_step_is_given_to_servers_onc
     assert len(pushed) == 2 * len(rank.core.buckets) and all(bool((values == 0.25).all()) for values in pushed)
 
 
+def test_a_bucket_that_servers_still_answer_is_awaited_before_it_is_overwritten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If a server dies before its answer is here, the buffer is sent again."""
+    rank = Stepping(monkeypatch)
+    rank.driver.switcher.active_mode = SimpleNamespace(give=lambda bucket: None)  # type: ignore[misc, assignment]
+    buckets, gates = rank.core.buckets, rank.driver.gates
+    assert gates is not None and len(buckets) > 1
+    for bucket in buckets:
+        bucket.flat.fill_(5.0)  # As pushed in the step before.
+    awaited: dict[int, list[float]] = {}
+    gates.wait = lambda index: awaited.setdefault(index, buckets[index].flat[:-1].tolist())  # type: ignore[assignment]
+    used, unused = buckets[0], buckets[1:]
+    for param in used.params:
+        param.grad = torch.ones_like(param)
+    rank.core.synchronize(manual=False)
+    assert all(awaited[bucket.index] == [5.0] * bucket.numel for bucket in unused)
+    assert all(bucket.flat[:-1].tolist() == [0.0] * bucket.numel for bucket in unused)
+
+
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("what", ["clamps", "looks", "none"])
 def test_a_hook_that_changes_parameters_behind_the_step_is_the_programs_own_change(
