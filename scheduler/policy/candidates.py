@@ -210,10 +210,13 @@ def _with_transmission(offered: list[Plan], conditions: Conditions, active: Plan
     with one slow link longer (294 instead of 207 ms).
     """
     served = active is not None and active.mode == "ps"
-    found = [
-        plan.replace(transmission=active.transmission) if active is not None and served and plan.mode == "ps" else plan
-        for plan in offered
-    ]
+    found = offered
+    if active is not None and served:
+        # The active plan is no copy: `candidates` keeps it by its identity where its mode is blocked.
+        found = [
+            plan.replace(transmission=active.transmission) if plan.mode == "ps" and plan is not active else plan
+            for plan in offered
+        ]
     if conditions.background is not None:
         return found  # The user's settings decide.
     plain = [plan for plan in found if plan.transmission is None and not (served and plan.mode == "ps")]

@@ -16,6 +16,7 @@ from scheduler.cost.cost_model import Prediction
 from scheduler.diagnosis.freezes import Freezes
 from scheduler.plan.headroom import Headroom
 from scheduler.plan.plan import Plan
+from scheduler.plan.transmission import Transmission
 from scheduler.policy.cost_policy import CostPolicy
 from scheduler.policy.ski_rental import SkiRental
 from scheduler.records import Window
@@ -188,15 +189,24 @@ def test_a_mode_that_cannot_run_any_more_is_left() -> None:
     assert plan.reason.startswith("ps(7) can no longer run; rank 5 computes 3.1x slower")
 
 
-def test_a_plan_in_force_outlasts_the_block_of_its_mode() -> None:
+@pytest.mark.parametrize(
+    "active",
+    [
+        Plan.partial(8, 7, plan_id=2),
+        Plan.ps(8, 6, plan_id=2),
+        Plan.ps(8, 6, plan_id=2, transmission=Transmission(background=True)),
+    ],
+    ids=lambda plan: plan.label,
+)
+def test_a_plan_in_force_outlasts_the_block_of_its_mode(active: Plan) -> None:
     """Other servers could not be started; those that run go on, and no other plan of theirs is offered."""
-    policy, active = CostPolicy(8), Plan.partial(8, 7, plan_id=2)
+    policy = CostPolicy(8)
     for end in range(40, 80, 4):
         blocked = window(
             steady(8, slow={5: 3.1, 6: 3.1}), allowed=("sync",), blocked=frozenset(("partial", "ps")), end=end
         )
         assert policy.decide(blocked, active) is None
-    assert {p.plan.label for p in policy.last} == {"sync", "partial(7)"}
+    assert {p.plan.label for p in policy.last} == {"sync", active.label}
 
 
 def test_a_plan_after_one_that_cannot_run_is_judged() -> None:
