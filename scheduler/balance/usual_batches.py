@@ -25,7 +25,7 @@ class UsualBatches:
 
     def __init__(self) -> None:
         self.fixed_part = math.nan
-        self._batch = 0
+        self._batches: list[tuple[int, int]] = []  # First step and samples per batch: another loader may have others.
         self._first_steps: list[int] = []
         self._uneven: list[bool] = []
 
@@ -33,8 +33,7 @@ class UsualBatches:
         """Take in facts, a plan or a window; other events are ignored."""
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
-            batch = event["values"].get("batch")
-            self._batch = batch if type(batch) is int and batch > 0 else self._batch
+            self._take_batch(event["values"].get("batch"), event.get("step"))
         elif kind == "plan" and type(event.get("step")) is int:
             plan = event.get("plan") or {}
             self._first_steps.append(event["step"])
@@ -42,6 +41,14 @@ class UsualBatches:
         elif kind == "window":
             part = event.get("fixed_part")
             self.fixed_part = float(part) if isinstance(part, (int, float)) and 0.0 <= part < 1.0 else self.fixed_part
+
+    def _take_batch(self, batch: Any, step: Any) -> None:
+        if type(batch) is not int or batch <= 0:
+            return
+        first_step = step if type(step) is int else 0  # Older logs have one batch, without a step.
+        while self._batches and self._batches[-1][0] >= first_step:
+            self._batches.pop()
+        self._batches.append((first_step, batch))
 
     def usual_s(self, steps: Sequence[int], times_s: Sequence[float], samples: Sequence[Any]) -> list[float]:
         """Return the times for usual batches.
@@ -51,19 +58,26 @@ class UsualBatches:
             times_s: Their compute times.
             samples: Their samples as logged; those that are no number above 0 are unknown, and their times stay.
         """
-        if not self._batch or not any(self._uneven):
+        if not self._batches or not any(self._uneven):
             return list(times_s)
         fixed = self.fixed_part if math.isfinite(self.fixed_part) else 0.0
         known = [float(value) if isinstance(value, (int, float)) and value > 0 else 0.0 for value in samples]
         found = []
         for index, (step, time_s) in enumerate(zip(steps, times_s, strict=True)):
-            ratio = _share(known, index) / self._batch
+            ratio = _share(known, index) / self._batch(step)
             scaled = ratio > 0.0 and self._is_uneven(step)
             found.append(time_s / (fixed + (1.0 - fixed) * ratio) if scaled else time_s)
         return found
 
+    def _batch(self, step: int) -> int:
+        return self._batches[max(0, bisect.bisect_right(self._batches, step, key=_first_step) - 1)][1]
+
     def _is_uneven(self, step: int) -> bool:
         return self._uneven[max(0, bisect.bisect_right(self._first_steps, step) - 1)]
+
+
+def _first_step(batch: tuple[int, int]) -> int:
+    return batch[0]
 
 
 def _share(samples: Sequence[float], index: int) -> float:

@@ -155,11 +155,14 @@ def _read(folder: Path) -> LoggedRun:
     points: list[tuple[str, float, float]] = []
     noise: list[tuple[int, float]] = []
     readings: list[tuple[int, Mapping[str, Any]]] = []
-    end_s = math.nan
+    end_s, first_batch = math.nan, None
     for event in read_run_file(folder / "events.jsonl"):
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
             facts.update(event["values"])
+            # Of several loaders the first one's batch tells jobs apart, as the initial hyperparameters do: a run that
+            # ends early is the same job.
+            first_batch = first_batch or facts.get("batch")
         elif kind == "plan":
             begun = _Begun(_plan(event), int(event.get("step") or 0), float(event.get("time_s") or 0.0))
             plans += [begun] if not plans or plans[-1].plan != begun.plan else []
@@ -173,6 +176,8 @@ def _read(folder: Path) -> LoggedRun:
                 noise.append((readings[-1][0], float(event["noise_scale"])))
         elif kind == "end" and event.get("status") == "FINISHED":
             end_s = float(event.get("time_s") or 0.0)
+    if first_batch:
+        facts["batch"] = first_batch
     if facts.get("continues"):
         raise _UnusableRun("it continues an earlier training")
     target = _target(facts)

@@ -68,7 +68,8 @@ class StepReporter:
         mismatches: Steps after which the ranks' parameters differed.
         steps_logged: This rank's own steps that went into the run log, or would have if there were one.
         immediately: Whether some rank waits for steps to end, so that messages are not held back.
-        batch: Samples per batch of the loader that feeds the training, 0 before its first batch.
+        batch_from: Samples per batch of the loader that feeds the training, 0 before its first batch, and the first
+            step with them. One attribute, as the log's thread reads both.
         reference_samples: Samples that count as weight 1, likewise 0 before.
         times: This rank's own work in its latest step.
         own_part: Fraction of a usual batch that this rank has computed for its step; reported times are scaled to a
@@ -88,9 +89,9 @@ class StepReporter:
         self.mismatches = 0
         self.steps_logged = 0
         self.immediately = False
-        self.batch = 0
+        self.batch_from = (0, 0)
         self.reference_samples = 0.0
-        self._loader = -1
+        self._loader, self._logged_step = -1, -1
         self._loaders: dict[int, tuple[int, float]] = {}  # Batch and reference samples of each.
         self._samples: dict[int, int] = {}  # Since this rank's last own step, by loader.
         self.times = _NO_TIMES
@@ -124,6 +125,11 @@ class StepReporter:
         if unsent is not None:
             unsent()
 
+    @property
+    def batch(self) -> int:
+        """Samples per batch of the loader that feeds the training, 0 before its first batch."""
+        return self.batch_from[0]
+
     def note_samples(self, loader: int, samples: int, batch: int, reference_samples: float) -> None:
         """Count a loader's batch; the first loader to give one feeds the training until `feeds` names another."""
         self._loaders[loader] = (batch, reference_samples)
@@ -133,8 +139,11 @@ class StepReporter:
 
     def feeds(self, loader: int) -> None:
         """Count the samples of this loader from here on."""
-        if loader in self._loaders:
-            self._loader, (self.batch, self.reference_samples) = loader, self._loaders[loader]
+        if loader not in self._loaders:
+            return
+        self._loader, (batch, self.reference_samples) = loader, self._loaders[loader]
+        if batch != self.batch:
+            self.batch_from = (batch, self._logged_step + 1)
 
     def note_step(self, info: StepInfo) -> None:
         """Report a step of the active mode, which has ended."""
@@ -183,7 +192,7 @@ class StepReporter:
         """Write one of this rank's own steps to the run log."""
         counted, self._samples = self._samples, {}
         samples = counted.get(self._loader, 0)
-        self.steps_logged += 1
+        self.steps_logged, self._logged_step = self.steps_logged + 1, step
         if self.log is None:
             return
         self.log.step(

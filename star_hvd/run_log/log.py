@@ -125,9 +125,14 @@ class RunLog:
         now_s = self._now_s()
         self._put(False, "timeline", lambda: {"kind": "timeline", "time_s": round(now_s, 6), **record})
 
-    def facts(self, values: Mapping[str, Any]) -> None:
-        """Log parameters that have become known, an optimizer's for example. Ignored on ranks other than 0."""
-        self._job_event("facts", {"values": dict(values)})
+    def facts(self, values: Mapping[str, Any], step: int | None = None) -> None:
+        """Log parameters that have become known, an optimizer's for example. Ignored on ranks other than 0.
+
+        Args:
+            values: The parameters.
+            step: Their first step, if they may have had other values before.
+        """
+        self._job_event("facts", {"values": dict(values)} if step is None else {"step": step, "values": dict(values)})
 
     def window(self, values: Mapping[str, Any]) -> None:
         """Log telemetry of all ranks (`window_values`), at most once per second. Ignored on ranks other than 0.

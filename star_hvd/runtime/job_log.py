@@ -74,7 +74,8 @@ class JobLog:
         # Read here, on the training thread, because schedules change hyperparameters with the first steps, and runs are
         # searched by the initial ones.
         self._optimizer = self._optimizer_facts() if coordinator is not None and enabled() else {}
-        self._batch_logged = self._model_logged = self._stepped = False
+        self._batch_logged = 0
+        self._model_logged = self._stepped = False
         self._stop = threading.Event()
         name = job if reporter.number == 0 else f"{job}-{reporter.number}"
         self._target = env.target()
@@ -184,10 +185,11 @@ class JobLog:
             return {}
 
     def _tell_late_facts(self) -> None:
-        """Log facts that are known only some time after the start: the loader's batches, and the loaded model."""
-        if not self._batch_logged and self._reporter.batch:
-            self._batch_logged = True
-            self._log.facts({"batch": self._reporter.batch})
+        """Log facts that are known only some time after the start: the loaders' batches, and the loaded model."""
+        batch, step = self._reporter.batch_from
+        if batch != self._batch_logged:
+            self._batch_logged = batch
+            self._log.facts({"batch": batch}, step)
         if not self._model_logged and self._ranker is not None and self._ranker.facts is not None:
             self._model_logged = True
             self._log.facts({"model": self._ranker.facts})

@@ -51,6 +51,17 @@ def test_times_of_unknown_samples_stay(samples: Any) -> None:
     assert found.usual_s([0, 1, 2], [0.1] * 3, [samples] * 3) == [0.1] * 3
 
 
+def test_another_loader_s_batch_counts_from_its_first_step() -> None:
+    later = {"kind": "facts", "step": 3, "values": {"batch": 32}}
+    found = made({**FACTS, "step": 1}, plan(0, Plan.sync(2, balanced=True)), later, {"kind": "facts", "values": {}})
+    assert found.usual_s(range(5), [0.1] * 5, [8] * 5) == pytest.approx([0.2] * 3 + [0.4] * 2)
+
+
+def test_of_two_batches_from_the_same_step_the_later_entry_counts() -> None:
+    found = made(FACTS, {**FACTS, "values": {"batch": 32}}, plan(0, Plan.sync(2, balanced=True)))
+    assert found.usual_s([0], [0.1], [16]) == pytest.approx([0.2])
+
+
 def test_times_stay_where_the_usual_batch_is_unknown() -> None:
     found = made({"kind": "facts", "values": {"batch": "16"}}, plan(0, Plan.sync(2, balanced=True)))
     assert found.usual_s([0], [0.1], [8]) == [0.1]

@@ -188,3 +188,15 @@ def test_readings_of_each_rank_are_those_of_the_newest_window_that_has_them(tmp_
     last = windows(run)[-1]
     assert last.edge_part == 0.5
     assert [(one.link_bytes_per_s, one.input_share) for one in last.ranks][:2] == [(1e8, 0.0), (1e8, 0.5)]
+
+
+def test_of_several_loaders_the_first_one_s_batch_tells_jobs_apart(tmp_path: Path) -> None:
+    """One run may have ended before its second loader."""
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    logged(tmp_path, "b", Plan.partial(4, 3), reached_s=5.0)
+    path = tmp_path / "b" / "events.jsonl"
+    later = {"kind": "facts", "time_s": 2.0, "step": 20, "values": {"batch": 32}}
+    path.write_text(path.read_text().replace("\n", f"\n{json.dumps(later)}\n", 1))
+    one, other = read_run(tmp_path / "a"), read_run(tmp_path / "b")
+    assert one is not None and other is not None and one.key == other.key
+    assert other.facts["batch"] == 8

@@ -161,6 +161,27 @@ def test_windows_have_all_ranks_folds_the_pace_and_the_batch(teller: StepReporte
     assert _facts(events)["batch"] == 16
 
 
+def test_the_batch_of_another_loader_is_logged_with_its_first_step(teller: StepReporter, job_log: Any) -> None:
+    made = job_log()
+    path, limit_s = made.log.directory / "events.jsonl", time.monotonic() + 120.0
+
+    def batches() -> list[tuple[int, int]]:
+        events = [event for _, event in read_events(path) if event["kind"] == "facts" and "batch" in event["values"]]
+        return [(event["step"], event["values"]["batch"]) for event in events]
+
+    teller.note_samples(0, 16, 16, 16.0)
+    while not batches() and time.monotonic() < limit_s:
+        time.sleep(0.02)
+    teller.log_step(7, 0.5, 0.0, late=False)
+    teller.note_samples(1, 16, 16, 16.0)
+    teller.feeds(1)  # The same size is no news.
+    teller.log_step(8, 0.5, 0.0, late=False)
+    teller.note_samples(2, 32, 32, 32.0)
+    teller.feeds(2)
+    events = made.end()
+    assert batches() == [(0, 16), (9, 32)] and _facts(events)["batch"] == 32
+
+
 def test_the_pace_is_of_the_last_seconds() -> None:
     pace = Pace()
     assert math.isnan(pace.note(0.0, 0))
