@@ -30,6 +30,7 @@ _CAUSE_COLORS = {"compute": "#111111", "input": "#e6a100", "starved": "#7a3fb5",
 _OTHER_COLOR = "#888888"
 _MOST_SLOWDOWN = 4.0  # End of the colour scale.
 _MOST_SPANS = 3.0  # Usual intervals of windows: longest bar of one window, which says little about hours without any.
+_ADJACENT_S = 1e-3  # Windows no further apart are adjacent; rounded times are.
 _LABEL_IN = 0.075  # Width of a character in a segment's label.
 
 
@@ -65,15 +66,11 @@ def ranks_svg(story: RunStory) -> str:
     def draw(figure: Any) -> None:
         axes = figure.subplots()
         _heat(figure, axes, story)
-        spans_s, seen = story.spans_s(), {}
-        most_s = _MOST_SPANS * statistics.median(spans_s) if spans_s else 0.0
-        for window, span_s in zip(story.windows, spans_s, strict=True):
-            end_s = float(window["time_s"])
-            begin_s = end_s - min(span_s, most_s)
-            for item in window.get("stragglers") or []:
-                cause = str(item.get("cause"))
-                seen[f"slow: {cause}"] = color = _CAUSE_COLORS.get(cause, _OTHER_COLOR)
-                axes.broken_barh([(begin_s, end_s - begin_s)], (int(item["rank"]) + 0.25, 0.2), facecolors=color)
+        seen = {}
+        axes.autoscale(False)  # The limits are set below; to find them again for each bar takes time in all bars.
+        for (rank, cause), bars in _straggler_bars(story).items():
+            seen[f"slow: {cause}"] = color = _CAUSE_COLORS.get(cause, _OTHER_COLOR)
+            axes.broken_barh(bars, (rank + 0.25, 0.2), facecolors=color)
         _legend(axes, seen)
         axes.set_ylim(story.world_size - 0.5, -0.5)
         axes.yaxis.get_major_locator().set_params(integer=True)
@@ -81,6 +78,27 @@ def ranks_svg(story: RunStory) -> str:
         _time_axis(axes, story, "" if seen else " (no stragglers)")
 
     return svg_of(draw, min(6.0, 1.4 + 0.22 * max(5, story.world_size)))
+
+
+def _straggler_bars(story: RunStory) -> dict[tuple[int, str], list[tuple[float, float]]]:
+    """Return begin and width in seconds of the bars of every straggler and cause; adjacent windows are one bar.
+
+    A bar for each window would be tens of thousands in a long job.
+    """
+    spans_s = story.spans_s()
+    most_s = _MOST_SPANS * statistics.median(spans_s) if spans_s else 0.0
+    found: dict[tuple[int, str], list[tuple[float, float]]] = {}
+    for window, span_s in zip(story.windows, spans_s, strict=True):
+        end_s = float(window["time_s"])
+        begin_s = end_s - min(span_s, most_s)
+        for item in window.get("stragglers") or []:
+            bars = found.setdefault((int(item["rank"]), str(item.get("cause"))), [])
+            before_s, width_s = bars[-1] if bars else (-math.inf, 0.0)
+            if begin_s <= before_s + width_s + _ADJACENT_S:
+                bars[-1] = (before_s, end_s - before_s)
+            else:
+                bars.append((begin_s, end_s - begin_s))
+    return found
 
 
 def curves_svg(story: RunStory) -> str:

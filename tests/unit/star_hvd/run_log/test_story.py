@@ -97,3 +97,29 @@ def test_a_window_counts_for_the_time_it_stands_for_and_its_bar_is_short(tmp_pat
         patch.setattr("matplotlib.axes.Axes.broken_barh", lambda axes, spans, *_, **more: bars.extend(spans))
         ranks_svg(story)
     assert bars == [(49.0, 1.0), (2097.0, 3.0)]
+
+
+def test_adjacent_windows_of_a_straggler_are_one_bar_and_one_artist_has_all_its_bars(tmp_path: Path) -> None:
+    """A bar for each window made the page of a long job with stragglers take minutes."""
+    pytest.importorskip("matplotlib")
+
+    def stragglers(at: int) -> list[dict[str, Any]]:
+        slow = [(0, "link", range(1, 40)), (1, "compute", [*range(3, 20), *range(25, 30)]), (1, "input", range(20, 25))]
+        return [{"rank": rank, "cause": cause} for rank, cause, when in slow if at in when]
+
+    windows = [
+        {"kind": "window", "time_s": round(0.7 * at, 6), "step": at, "stragglers": stragglers(at)}
+        for at in range(1, 51)
+    ]
+    story = read_story(a_run(tmp_path, {"events.jsonl": windows}))
+    drawn: dict[float, list[list[tuple[float, float]]]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "matplotlib.axes.Axes.broken_barh",
+            lambda axes, spans, place, **more: drawn.setdefault(place[0], []).append(list(spans)),
+        )
+        ranks_svg(story)
+    assert [[pytest.approx(bar) for bar in bars] for bars in drawn[0.25]] == [[(0.0, 27.3)]]
+    assert drawn[1.25] == [
+        [pytest.approx((1.4, 11.9)), pytest.approx((16.8, 3.5))], [pytest.approx((13.3, 3.5))]
+    ]  # fmt: skip
