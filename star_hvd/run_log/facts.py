@@ -54,7 +54,7 @@ def optimizer_facts(optimizer: Any, bucket_bytes: Iterable[int] = ()) -> dict[st
     """
     groups = optimizer.param_groups
     sizes = [(param.numel(), param.element_size()) for group in groups for param in group["params"]]
-    hyper = {name: value for name, value in groups[0].items() if name != "params"} if groups else {}
+    hyper = {name: _plain(value) for name, value in groups[0].items() if name != "params"} if groups else {}
     buckets = list(bucket_bytes)
     return {
         "class": type(optimizer).__name__,
@@ -66,6 +66,15 @@ def optimizer_facts(optimizer: Any, bucket_bytes: Iterable[int] = ()) -> dict[st
         "buckets": len(buckets),
         "bucket_bytes": max(buckets, default=0),
     }
+
+
+def _plain(value: Any) -> Any:
+    """Return the number in a tensor of one element or a scalar of numpy, of tuples likewise; other values stay."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    # Without importing torch or numpy, which readers of logs may lack.
+    size = value.numel() if hasattr(value, "numel") else getattr(value, "size", 0)
+    return value.item() if size == 1 and hasattr(value, "item") else value
 
 
 def note_initial_state(optimizer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which optimizers have state from an earlier training."""
+"""What is logged of optimizers, and which have state from an earlier training."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
-from star_hvd.run_log.facts import has_trained_state, note_initial_state
+from star_hvd.run_log.facts import has_trained_state, note_initial_state, optimizer_facts
 
 _MAKERS: list[Callable[[Any], torch.optim.Optimizer]] = [
     lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
@@ -48,3 +49,15 @@ def test_an_optimizer_without_state_is_unknown() -> None:
     _step(optimizer)
     note_initial_state(optimizer)
     assert not has_trained_state(optimizer)
+
+
+def test_hyperparameters_in_tensors_and_numpy_scalars_are_logged_as_numbers() -> None:
+    """A learning rate in a tensor is that of a captured graph; without it jobs of other rates would be one job."""
+    optimizer = torch.optim.SGD(torch.nn.Linear(3, 2).parameters(), lr=0.5)
+    betas = (torch.tensor(0.25), 0.5)
+    values = {"lr": torch.tensor(0.125), "momentum": np.float32(0.5), "other": torch.zeros(2), "betas": betas}
+    optimizer.param_groups[0].update(values)
+    hyper = optimizer_facts(optimizer)["hyper"]
+    assert (hyper["lr"], hyper["momentum"], hyper["betas"]) == (0.125, 0.5, (0.25, 0.5))
+    assert {type(hyper["lr"]), type(hyper["momentum"]), type(hyper["betas"][0])} == {float}
+    assert "other" not in hyper and "params" not in hyper
