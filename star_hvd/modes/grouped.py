@@ -58,6 +58,7 @@ class GroupSteps(ServerSteps):
         self._one_at_a_time = ordered_lock("GroupSteps._one_at_a_time")
         self._inactive, self._woken = threading.Event(), threading.Event()
         self._shutting_down = self._shut_down = False
+        self._handed_out = -1  # Version of the parameters that the members got last; none in this session yet.
         self._proxy: threading.Thread | None = None
 
     def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
@@ -125,6 +126,11 @@ class GroupSteps(ServerSteps):
         return self._engine.plan.plan_id if self.over else self.plan.plan_id
 
     @property
+    def _computed_on(self) -> int:
+        """See `ServerSteps`. An inactive leader's own step stays, while the other members go on."""
+        return max(self._engine.step, self._handed_out)
+
+    @property
     def _leads(self) -> bool:
         return self._engine.rank == self._ranks[0]
 
@@ -150,6 +156,8 @@ class GroupSteps(ServerSteps):
         self._reduce([("gv", head), *_named(sums)])
         kind, version, plan_id, applied, damped = head.tolist()[:5]
         params = [flat[:-1] for flat in sums]
+        if _KINDS[round(kind)] in ("params", "dropped"):
+            self._handed_out = round(version)
         return Outcome(_KINDS[round(kind)], round(version), round(plan_id), params, applied=applied > 0, damped=damped)
 
     def _reduce(self, items: Sequence[tuple[str, torch.Tensor]]) -> None:

@@ -277,6 +277,11 @@ class ServerSteps:
     def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
         return self._push(flats, count=1)
 
+    @property
+    def _computed_on(self) -> int:
+        """Version of the parameters that the pushed gradients were computed on."""
+        return self._engine.step
+
     def _push(self, flats: Sequence[torch.Tensor], *, count: int) -> Outcome:
         engine = self._engine
         self._held = None  # The answer is written into the same buffers.
@@ -287,7 +292,7 @@ class ServerSteps:
         self._begun = False
         self.client.push(
             step=self._pushes,
-            version=engine.step,
+            version=self._computed_on,
             flats=flats,
             weight=total,
             count=count,

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from scheduler.plan.plan import Plan
+from scheduler.rules.server_rule import Push, ServerRule, Update
 from star_hvd.engine.collective import poll_for
 from star_hvd.engine.device import Streams
 from star_hvd.errors import DeadlineError, RankLostError
@@ -80,20 +81,27 @@ class Served:
         return SimpleNamespace(kind="params", version=self.version, plan_id=1, params=[torch.ones(3)])
 
 
-class Member(GroupSteps):
-    """Without a replica: what it would write, and what a leader would push, is kept."""
+class Pushing(GroupSteps):
+    """Without a replica: what it would write is kept."""
 
     def __init__(self, *args: Any, **common: Any) -> None:
         super().__init__(*args, **common)
         self.written: list[list[float]] = []
-        self.pushed: list[tuple[list[float], int]] = []
-        self.pushed_dtypes: list[torch.dtype] = []
 
     def exchange(self, flat: torch.Tensor) -> Outcome:
         return self._exchange([flat])
 
     def _write(self, outcome: Outcome, *, arriving: bool = False) -> None:
         self.written.append(outcome.params[0].tolist())
+
+
+class Member(Pushing):
+    """What its leader would push is kept too."""
+
+    def __init__(self, *args: Any, **common: Any) -> None:
+        super().__init__(*args, **common)
+        self.pushed: list[tuple[list[float], int]] = []
+        self.pushed_dtypes: list[torch.dtype] = []
 
     def _push(self, flats: Sequence[torch.Tensor], *, count: int) -> Outcome:
         self.pushed.append((flats[0].tolist(), count))
@@ -109,7 +117,8 @@ def member(
     deadline_s: float = DEADLINE_S,
     engines: list[Any] | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Member:
+    kind: type[Any] = Member,
+) -> Any:
     bucket = SimpleNamespace(new_flat=lambda: torch.zeros(4, dtype=dtype))
     plan = Plan.grouped(len(ranks), [ranks]).replace(plan_id=1)
     engine = SimpleNamespace(
@@ -119,11 +128,11 @@ def member(
     engine.fail = lambda error: setattr(engine, "failure", error)
     if engines is not None:
         engines.append(engine)
-    return Member(
-        engine,  # type: ignore[arg-type]
+    return kind(
+        engine,
         plan,
-        Served(),  # type: ignore[arg-type]
-        None if meeting is None else MemoryCollective(meeting),  # type: ignore[arg-type]
+        Served(),
+        None if meeting is None else MemoryCollective(meeting),
         ranks,
         deadline_s=deadline_s,
         on_step=lambda info: None,
@@ -133,7 +142,7 @@ def member(
     )
 
 
-def end(steps: list[Member]) -> None:
+def end(steps: Sequence[Pushing]) -> None:
     """All inactive members leave together."""
     threads = [threading.Thread(target=each.shutdown, daemon=True) for each in steps]
     for thread in threads:
@@ -325,3 +334,40 @@ def test_a_leaders_read_ends_as_its_rank_fails() -> None:
     client.pull = unanswered
     with pytest.raises(RankLostError, match="rank 2"):
         leader.catch_up()
+
+
+class Ruled(Served):
+    """A client whose servers have the real rule, for a group that is the first of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rule = ServerRule(Plan.grouped(3, [(0, 1), (2,)]), version=100)
+        self.notes: list[dict[str, Any]] = []
+
+    def push(self, *, step: int, version: int, weight: float, count: int, **unused: Any) -> None:
+        (update,) = self.rule.push(Push(rank=0, step=step, version=version, weight=weight, count=count))
+        assert isinstance(update, Update)
+        self.notes = [{"ranks": [0], "damped": [part.damped for part in update.parts]}]
+
+    def wait(self, deadline_s: float, *, whole: bool = True) -> Any:
+        params = [torch.ones(3)]
+        return SimpleNamespace(
+            kind="params", version=self.rule.version, plan_id=1, params=params, notes=self.notes, applied=True
+        )
+
+
+def test_gradients_of_a_group_whose_leader_is_inactive_are_not_taken_for_stale() -> None:
+    """They are computed on what the group got last, of which the leader's own step says nothing then."""
+    meeting, engines = Meeting(2), list[Any]()
+    leader, other = (member(rank, (0, 1), meeting, engines=engines, kind=Pushing) for rank in (0, 1))
+    for engine in engines:
+        engine.step, engine.own = 100, SimpleNamespace(steps=1, loss=0.0)
+        engine.applier.hyper = SimpleNamespace(read=lambda groups: [])
+        engine.applier.optimizer = SimpleNamespace(param_groups=[])
+    leader.client = Ruled()
+    leader.set_inactive(True)
+    outcomes = [other.exchange(torch.ones(4)) for _ in range(20)]
+    assert [each.version for each in outcomes] == list(range(101, 121))
+    assert [each.damped for each in outcomes] == [0.0] * 20
+    other.set_inactive(True)
+    end([leader, other])
