@@ -332,7 +332,18 @@ class SwitchMachine:
         self._current = record
         for older in [each for each in self._records.values() if each.plan.plan_id < plan.plan_id]:
             self._apply(older, Superseded(plan))
-        return [BeginServers(plan), QueueServing(plan.plan_id)] if plan.family in _SERVED else []
+        serving: list[Instruction] = [BeginServers(plan), QueueServing(plan.plan_id)] if plan.family in _SERVED else []
+        return [*serving, *self._report_flagged()]
+
+    def _report_flagged(self) -> list[Instruction]:
+        """Report later plans that only have their flag up, as they were offered under a plan that needs no more.
+
+        Ranks that had taken up the plan in force before were to prepare them, so the coordinator waits for all ranks.
+        """
+        if self.in_force.family == "all_ranks":
+            return []
+        later = [each.plan for each in self._in(S.PREPARED) if each.plan.plan_id > self.in_force.plan_id]
+        return [ReportPrepared(plan) for plan in later if plan.family == "all_ranks"]
 
     def _superseded(self, record: _Record, event: Event) -> list[Instruction]:
         continued = record.session == self._current.session

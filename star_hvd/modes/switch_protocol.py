@@ -464,8 +464,9 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     Transition(
         (S.UNKNOWN, S.QUEUED, S.WAITING, S.PREPARING, S.PREPARED, S.WITHDRAWN, S.ANNOUNCED, S.ABANDONED), PlanInForce,
-        (S.IN_FORCE, S.ENTERED, S.OVER), (BeginServers, QueueServing),
-        "entered at once where it continues the mode that the training thread is in; over if a newer one is in force",
+        (S.IN_FORCE, S.ENTERED, S.OVER), (BeginServers, QueueServing, ReportPrepared),
+        "entered at once where it continues the mode that the training thread is in; over if a newer one is in force; "
+        "later plans that only had their flag up are reported where that is not enough any more",
     ),
     Transition((S.QUEUED, S.WAITING, S.PREPARING), Superseded, (S.ABANDONED,), (), ""),
     Transition((S.PREPARED, S.WITHDRAWN, S.ANNOUNCED), Superseded, (S.OVER,), (), "passed"),

@@ -253,6 +253,20 @@ def test_a_withdrawn_plan_and_one_of_another_family_get_no_flag_from_the_plan_be
     assert child.state(3) is S.ABANDONED and child.state(4) is S.QUEUED
 
 
+@pytest.mark.parametrize("kind", ["ps", "grouped", "subgroup"])
+def test_a_plan_of_which_only_the_flag_was_needed_is_reported_where_that_is_not_enough_any_more(kind: str) -> None:
+    """Ranks that took up the plan before it earlier prepare it and report so; the coordinator waits for all ranks."""
+    made, plan, back = machine(), plan_of(kind, 1), plan_of("sync", 2)
+    ready(made, plan)
+    assert made.handle(p.PlanOffered(back)) == [p.RaiseFlag(back, offered=True)], "it is in force elsewhere"
+    made.handle(p.PlanOffered(plan_of("partial", 3)))
+    made.handle(p.PlanAbandoned(3))
+    assert [each for each in made.handle(p.PlanInForce(plan)) if isinstance(each, p.ReportPrepared)] == [
+        p.ReportPrepared(back)
+    ]
+    assert made.state(2) is S.PREPARED and made.in_force == plan
+
+
 class Rank(RuleBasedStateMachine):
     """See the module's text."""
 
