@@ -10,7 +10,7 @@ from scheduler.plan.headroom import Headroom, server_cores
 from scheduler.plan.plan import Plan, PlanError
 from scheduler.stats import lower_median
 
-__all__ = ["resolve", "with_groups"]
+__all__ = ["groups_gain", "resolve", "with_groups"]
 
 
 def resolve(
@@ -61,6 +61,18 @@ def with_groups(plan: Plan, times_s: Sequence[float]) -> Plan:
     if plan.mode == "ps" and plan.rule == "groups":
         return plan.replace(groups=grouping.similar_groups(times_s))
     return plan
+
+
+def groups_gain(groups: grouping.Groups, present: grouping.Groups, times_s: Sequence[float]) -> float:
+    """Return how many more gradients per second groups deliver than the present ones, as a fraction of theirs.
+
+    Args:
+        groups: The groups.
+        present: The present groups.
+        times_s: Usual compute time of every rank, NaN where unknown.
+    """
+    known_s = _known(times_s)
+    return grouping.throughput(known_s, groups) / grouping.throughput(known_s, present) - 1.0
 
 
 def _known(times_s: Sequence[float]) -> list[float]:

@@ -16,7 +16,7 @@ from scheduler.diagnosis.machine import MachineStats, throttled_shares
 from scheduler.diagnosis.noise_scale import NoiseScale
 from scheduler.diagnosis.stragglers import Straggler, find_stragglers
 from scheduler.diagnosis.window_stats import OVERSUBSCRIBED, Readings
-from scheduler.plan.completion import resolve
+from scheduler.plan.completion import groups_gain, resolve
 from scheduler.policy.candidates import same_plan
 from scheduler.policy.cost_policy import Ranker
 from scheduler.policy.switch_outcome import SwitchOutcome
@@ -60,7 +60,8 @@ _SOONER = 0.25  # Part of `decide_interval_s` after which slow reports may trigg
 _SHARES = "; now "
 _EXACT = frozenset(("sync",))  # It includes `sync(balanced)` and `sync(steal)`.
 _FED_BY = 8  # Steps after which a loader of `shard` is known if there is one.
-_REGROUP_AFTER = 20  # Consecutive decisions that prefer other groups before new groups are formed.
+_REGROUP_AFTER = 20  # Consecutive decisions that prefer the same other groups before these are formed.
+_REGROUP_GAIN = 0.10  # Share of gradients per second that groups of `grouped` must add: a change is a hand-over.
 _RATES_S = 3.0  # Longest wait for the rates of links before servers are placed; a sweep takes at most 2 s.
 _SENT_STEPS = 32  # Steps that say what is usual: more than a trial of a form of gradients takes.
 
@@ -138,7 +139,8 @@ class OptimizerState:
         self.silent_s: Sequence[float] = [0.0] * world_size
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
         self.headroom = HostHeadroom(self._hosts)
-        self._other_groups = 0
+        self._better_groups: tuple[tuple[int, ...], ...] = ()
+        self._preferred = 0  # Consecutive decisions that preferred these to the active ones.
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
         self._plan_after_load: Plan | None = None
@@ -679,13 +681,21 @@ class OptimizerState:
         logger.warning("optimizer %d stays in sync: %s", self.optimizer_id, why)
 
     def _regroup(self, now_s: float) -> None:
-        """Form new groups, if the user gave none, after others have been better for `_REGROUP_AFTER` decisions."""
+        """Form new groups, if the user gave none, after the same others were better for `_REGROUP_AFTER` decisions.
+
+        In `grouped` they must be better by `_REGROUP_GAIN`, since of equally fast ranks noise always makes some others
+        best; fewer groups are better because of their lower staleness.
+        """
         wanted = self._wanted
         if wanted is None or wanted.groups or self.active.mode != wanted.mode or not self.active.groups:
             return
         best = self._resolve(wanted).groups
-        same = {frozenset(group) for group in best} == {frozenset(group) for group in self.active.groups}
-        self._other_groups = 0 if same else self._other_groups + 1
-        if self._other_groups >= _REGROUP_AFTER:
-            self._other_groups = 0
+        better = {frozenset(group) for group in best} != {frozenset(group) for group in self.active.groups}
+        if better and wanted.mode == "grouped" and len(best) >= len(self.active.groups):
+            better = groups_gain(best, self.active.groups, self.history.usual_s()) > _REGROUP_GAIN
+        if not better or best != self._better_groups:
+            self._better_groups, self._preferred = best, 0
+        self._preferred += better
+        if self._preferred >= _REGROUP_AFTER:
+            self._preferred = 0
             self.publish(wanted.replace(reason="other ranks are alike by now"), now_s)
