@@ -126,6 +126,7 @@ class ServerSessions:
                 applier.buckets, groups, applier.base, len(plan.servers), chunk_bytes, each_spread=spread
             )
             spec = OptimizerSpec.of(applier.base, groups, applier.hyper)
+            spec.check_rebuilt(applier.optimizer)
             if self._rank in plan.servers:
                 self._announce(optimizer_id, plan)
             client = Client(self._rank, optimizer_id, plan.plan_id, [], layout, self._key)

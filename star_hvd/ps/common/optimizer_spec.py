@@ -121,6 +121,53 @@ class OptimizerSpec:
         except Exception as error:  # The user's code may raise anything.
             raise LayoutError(f"a server cannot construct {self.path}: {type(error).__name__}: {error}") from error
 
+    def check_rebuilt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check that the class, constructed as on a server, has the settings that the optimizer has.
+
+        `param_groups` do not tell what a class keeps as attributes of its own, which would become defaults, nor
+        arguments that its constructor requires. Values alone are compared; classes of torch have neither.
+
+        Args:
+            optimizer: The live optimizer, perhaps wrapped.
+
+        Raises:
+            LayoutError: The class's constructor fails, or a setting would be another one.
+        """
+        base = load_class(self.path)
+        if f"{base.__module__}.".startswith("torch.optim."):
+            return
+        # One element for each group; a class may demand matrices.
+        used = [(number, group["params"][0]) for number, group in enumerate(optimizer.param_groups) if group["params"]]
+        params = {
+            number: [torch.nn.Parameter(torch.zeros((1,) * param.dim(), dtype=param.dtype, device="cpu"))]
+            for number, param in used
+        }
+        if not params:
+            return
+        trial = self.on_host().build(params)
+        ordinary = torch.optim.Optimizer([torch.nn.Parameter(torch.zeros(1, device="cpu"))], {})
+        for name, value in vars(trial).items():
+            live = vars(optimizer).get(name, value)
+            if name in vars(ordinary) or not (_is_plain(value) and _is_plain(live)) or _same(value, live):
+                continue
+            raise LayoutError(
+                f"servers would construct {self.path} with {name} = {value!r}, but here it is {live!r}: a server knows "
+                f"the entries of param_groups only. Keep {name} there, by `defaults` of the class, instead of as an "
+                "attribute"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(part) for part in value.values())
+    if isinstance(value, (tuple, list)):
+        return all(_is_plain(part) for part in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _same(one: Any, other: Any) -> bool:
+    return bool(one == other) or (one != one and other != other)  # NaN is no equal of itself.
+
 
 def _own(values: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}

@@ -61,7 +61,8 @@ def test_a_plan_that_is_given_up_does_not_hold_up_the_next_one(
     drivers: Any = {0: SimpleNamespace(engine=SimpleNamespace(plan=Plan.sync(4), applier=applier))}
     monkeypatch.setattr(server_sessions, "Client", lambda *unused: SimpleNamespace(close=lambda: None))
     monkeypatch.setattr(server_sessions, "Layout", SimpleNamespace(build=lambda *unused, **also: None))
-    monkeypatch.setattr(server_sessions, "OptimizerSpec", SimpleNamespace(of=lambda *unused: None))
+    spec = SimpleNamespace(check_rebuilt=lambda optimizer: None)
+    monkeypatch.setattr(server_sessions, "OptimizerSpec", SimpleNamespace(of=lambda *unused: spec))
     services = ModeServices(3, Config(plan_deadline_s=600.0), keyring, key, "h", lambda *unused, **also: None, drivers)
     found: list[str | None] = []
     waiting = threading.Thread(target=lambda: found.append(services.prepare(0, plan)), daemon=True)
