@@ -444,7 +444,7 @@ class JobState:
         for optimizer in self.optimizers.values():
             optimizer.has_queue = optimizer.has_queue or message.samples > 0
             optimizer.microbatches = optimizer.microbatches or (message.parts if message.samples > 0 else 0)
-            optimizer.long_passes = message.most > message.batch
+            (optimizer.short_passes.discard if message.most > message.batch else optimizer.short_passes.add)(rank)
         self._start_fed(now_s)
         self.microbatches.open(rank, message, now_s)
 

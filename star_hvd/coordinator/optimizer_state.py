@@ -115,7 +115,8 @@ class OptimizerState:
         self.folds = 0.0  # Late gradients of all ranks that were folded into a later step.
         self.has_queue = self.has_shares = False  # A loader of `shard` feeds the ranks; batches can have other sizes.
         self.microbatches = 0  # Per rank and step, if a loader of `shard` splits its batches.
-        self.long_passes = False  # Whether a pass may have more than a whole batch of that loader.
+        # Ranks on which a pass may not have more than a whole batch of that loader, of those that have opened it.
+        self.short_passes: set[int] = set()
         self.microbatch_fixed_part = math.nan  # See `MicrobatchService.fixed_part`.
         self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
         self.exact = False  # Whether `auto` may choose only modes that do not change the mathematics.
@@ -186,7 +187,7 @@ class OptimizerState:
 
         That is the user's mode, or where `auto` may choose exact modes only, `sync(balanced)`, or with micro-batches
         `sync(steal)`. These cost nothing while no rank is slow, and one that is slow from the start computes less some
-        steps earlier. Not `sync(steal)` where a pass over a whole batch may not fit in memory.
+        steps earlier. Not `sync(steal)` where a rank has said that a pass over more than a batch may not fit in memory.
         """
         if self._switch is not None or self._is_bound or self.closing or self.plans != [(0, self.active)]:
             return
@@ -195,7 +196,7 @@ class OptimizerState:
         elif self.choice is None or self._may_relax or self.equal_batches:
             return
         elif self.microbatches:
-            if self.long_passes:
+            if not self.short_passes:
                 reason = "ranks take over micro-batches from the first step on"
                 self.publish(self.active.replace(steal=True, reason=reason), now_s)
         elif self.has_shares:

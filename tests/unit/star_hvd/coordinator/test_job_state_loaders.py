@@ -269,3 +269,14 @@ def test_a_rank_that_closes_what_it_waits_for_breaks_nothing() -> None:
         job.heard(rank, LoaderClosed(A))
     job.ask(1, B, 8, 4, waits=True)
     job.end(0, B, 1)
+
+
+def test_auto_starts_with_taking_over_only_where_no_rank_lacks_memory_for_longer_passes() -> None:
+    job = Job(2)
+    job.register(None)
+    small = MicrobatchOpen(0, 0, 1000, 16, 4, False, 0, 0, most=16)
+    large = MicrobatchOpen(0, 0, 1000, 16, 4, False, 0, 0, most=32)
+    assert only(job.say(0, small), m.PlanMessage) == []
+    assert only(job.say(1, large), m.PlanMessage) == [], "rank 0 lacks it"
+    (published,) = only(job.say(0, large), m.PlanMessage)
+    assert Plan.from_dict(published.plan).steal
