@@ -27,10 +27,13 @@ class _Batches:
     Attributes:
         ahead: Whether the loop over it fetches a batch ahead.
         last_due: Whether the loop has fetched all batches, and the gradient of the last one is to come.
+        largest: The largest weight, 0 if there is none. Not of the latest batches alone: it is compared with the peak
+            of memory use since the start.
     """
 
     def __init__(self) -> None:
         self.ahead = self.last_due = False
+        self.largest = 0.0
         self._weights: deque[float] = deque(maxlen=_KEPT)
         self._unused = self._gradients = 0  # Batches since the last gradient, and gradients, of this iteration.
         self._noted, self._passes = 0, 1  # Batches of this iteration, and those of a gradient.
@@ -46,6 +49,7 @@ class _Batches:
     def note(self, weight: float) -> None:
         """Note a batch."""
         self._weights.append(weight)
+        self.largest = max(self.largest, weight)
         self._unused += 1
         self._noted += 1
 
@@ -77,11 +81,6 @@ class _Batches:
     def may_be_ahead(self) -> bool:
         """Whether the loop fetches ahead, or has taken several batches before its first gradient, as if it did."""
         return self.ahead or (self._gradients == 0 and self._unused > 1 and not self._skips)
-
-    @property
-    def largest(self) -> float:
-        """The largest recent weight, 0 if there is none."""
-        return max(list(self._weights), default=0.0)
 
 
 class Feeding:
@@ -185,7 +184,7 @@ class Feeding:
 
     @property
     def largest(self) -> float:
-        """The largest recent weight of the loader that feeds the training, 0 if unknown. For any thread."""
+        """The largest weight so far of the loader that feeds the training, 0 if unknown. For any thread."""
         batches = self._batches.get(self.loader)
         return 0.0 if batches is None else batches.largest
 

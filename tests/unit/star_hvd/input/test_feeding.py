@@ -251,3 +251,12 @@ def test_a_loop_may_fetch_ahead_if_it_has_taken_several_batches_before_its_first
     for _ in range(2):
         feeding.note(TRAINING, 1.0)
     assert not feeding.may_fetch_ahead(TRAINING), "batches that were left out"
+
+
+def test_the_largest_batch_is_known_however_long_ago_it_was(program: Program) -> None:
+    """The memory that a batch takes is judged by the peak since the start, whatever the rank's share is now."""
+    program.feeding.begin(TRAINING)
+    program.step(TRAINING, weight=1.0)
+    for _ in range(100):
+        program.step(TRAINING, weight=0.3125)
+    assert program.feeding.largest == 1.0
