@@ -205,7 +205,8 @@ class JobState:
         self._pass_equal_batches()
         if fed is not None and self.shares.state.batch:
             fed.shares = self.shares
-            self.shares.tick(fed.feeding, now_s, even=bool(fed.equal_batches))
+            if not fed.dropped:
+                self.shares.tick(fed.feeding, now_s, even=bool(fed.equal_batches))
         self.microbatches.steals = fed is not None and fed.feeding.steal
         if fed is not None and fed.microbatches:
             fed.microbatch_fixed_part = self.microbatches.fixed_part
@@ -263,7 +264,10 @@ class JobState:
             self._leases.forecast(rank, pace_s)
 
     def _optimizer_dropped(self, rank: int, message: OptimizerDropped, now_s: float) -> None:
-        if self._optimizer(message.optimizer_id).drop(rank, message):
+        optimizer = self._optimizer(message.optimizer_id)
+        if optimizer is self._fed:
+            self.shares.state.cancel()  # Ranks without it count their batches by another optimizer's steps.
+        if optimizer.drop(rank, message):
             self._broadcast(OptimizerOver(message.optimizer_id))
             self._forget(message.optimizer_id)
 
@@ -349,7 +353,10 @@ class JobState:
 
     def _forget(self, optimizer_id: int) -> None:
         """Forget an optimizer that has ended on all ranks."""
+        fed = self._fed
         self.optimizers.pop(optimizer_id, None)
+        if fed is not self._fed:
+            self.shares.restart()
         self._sets.ended(optimizer_id)
         self._closed.add(optimizer_id)
 

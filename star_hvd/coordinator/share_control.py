@@ -195,14 +195,17 @@ class ShareState:
         feed = self._feeds.get(loader)
         if feed is None or feed is self._feed:
             return False
-        if self._proposal is not None:
-            proposal, self._proposal = self._proposal, None
-            self._give_up(proposal)
+        self.cancel()
         if feed.batch != self.batch:
             self._steps, self._ordered = [], []
         self._feed, self.most = feed, [0] * self._world_size
         self._remember(step, feed.shares)
         return True
+
+    def restart(self) -> None:
+        """Note that the steps are another optimizer's from now on: they are counted anew, with the present shares."""
+        self.cancel()  # Ranks may have answered with steps of either optimizer.
+        self._steps, self._ordered = [0], [self.shares]
 
     def propose(self, shares: Sequence[int], now_s: float, *, bounded: bool = True, even: bool = False) -> None:
         """Ask all ranks from which step on they can use other shares.
@@ -254,6 +257,11 @@ class ShareState:
     def tick(self, now_s: float) -> None:
         """Give up a proposal that not all ranks have answered."""
         if self._proposal is not None and now_s > self._proposal.deadline_s:
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Give up a change that has been proposed and not yet ordered."""
+        if self._proposal is not None:
             proposal, self._proposal = self._proposal, None
             self._give_up(proposal)
 
@@ -355,6 +363,7 @@ class ShareControl:
         """The policy that decides; None before a loader feeds the ranks."""
         if self._policy is None and self.state.batch:
             self._policy = SharePolicy(self._world_size, self.state.batch)
+            self._policy.moved(self.state.shares)
         return self._policy
 
     def note(self, rank: int, step: int, times: StepTimes) -> None:
@@ -405,6 +414,13 @@ class ShareControl:
             self._policy.moved(self.state.shares)
         else:
             self._policy = None
+
+    def restart(self) -> None:
+        """Note that another optimizer's steps count the batches, see `ShareState.restart`: it may train otherwise."""
+        self.state.restart()
+        self._policy = None
+        self._warm.clear()
+        self._again_s = self._decide_s = 0.0
 
     def limit(self, rank: int, message: MemoryLimit) -> None:
         """Note the limit of a rank that ran out of memory; shares above it are changed at once."""

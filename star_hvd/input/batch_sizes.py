@@ -150,7 +150,9 @@ class BatchSizes(BatchSizer):
         with self._changed:
             self._interval_s, self._delivered_s = now_s - self._delivered_s, now_s
             index_before, step_before = self._at
-            if step > step_before and index > index_before:
+            if step < step_before:  # Of another optimizer, which has replaced the first one.
+                self._at = (index, step)
+            elif step > step_before and index > index_before:
                 self._batches = max(1, round((index - index_before) / (step - step_before)))
                 self._at = (index, step)
 

@@ -534,8 +534,9 @@ class Runtime:
         return first
 
     def _first_step(self) -> int:
-        """Return the step of the first optimizer, by which a loader's batches are counted."""
-        return next((driver.steps for driver in list(self.drivers.values())), 0)
+        """Return the step of the first optimizer in use, by which a loader's batches are counted."""
+        driver = self._first_driver
+        return 0 if driver is None else driver.steps
 
     def _most_samples(self, loader: int) -> int:
         """Return the maximum samples in a batch of a loader, see `MemoryLimits`; 0 if unknown."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.records import Plan
+from scheduler.records import Plan, StepTimes
 from scheduler.rules.runs import samples, spans
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.leases import (
@@ -17,6 +17,7 @@ from star_hvd.channel.messages.leases import (
     runs_of,
 )
 from star_hvd.channel.messages.microbatches import MicrobatchOpen
+from star_hvd.channel.messages.shares import ShareOrder, ShareProposal, ShareReady
 from tests.support.job_states import Job, only, state_of
 
 A, B, C = 0, 1, 2
@@ -280,3 +281,27 @@ def test_auto_starts_with_taking_over_only_where_no_rank_lacks_memory_for_longer
     assert only(job.say(1, large), m.PlanMessage) == [], "rank 0 lacks it"
     (published,) = only(job.say(0, large), m.PlanMessage)
     assert Plan.from_dict(published.plan).steal
+
+
+def test_steps_of_an_optimizer_that_replaces_the_first_one_have_the_present_shares() -> None:
+    job = Job(2)
+    job.register(Plan.sync(2))
+    job.say(0, LeaseAsk(A, 0, 20_000, 10, False, 0))
+    shares = job.state.shares
+    shares.state.propose((5, 15), job.now_s)
+    (proposal,) = only(job.sent(), ShareProposal)
+    for rank in range(2):
+        job.say(rank, ShareReady(A, proposal.number, 0, 500, 1, 5000, [0, 10], 0))
+    assert shares.state.shares == (5, 15) and shares.state.samples(0, 499) == 10
+    shares.state.propose((10, 10), job.now_s)
+    job.register(Plan.sync(2), optimizer_id=1)
+    heard = job.say(0, m.OptimizerDropped(0, 600, False, False))
+    assert [each.accepted for each in only(heard, ShareOrder)] == [False], "a rank may answer by either's steps"
+    assert only(job.pass_time(1.0), ShareProposal) == []
+    heard = job.say(1, m.OptimizerDropped(0, 600, False, False))
+    assert only(heard, m.OptimizerOver) and shares.state.samples(0, 0) == shares.state.samples(0, 499) == 5
+    for step in range(4):
+        for rank in range(2):
+            job.say(rank, m.Arrive(1, step, 0, StepTimes(1.0), 0.0))
+    assert shares.policy is not None and shares.policy.curves.levels_s(2) == pytest.approx([2.0, 2.0 / 3.0])
+    assert only(job.tick(), ShareProposal)

@@ -486,6 +486,19 @@ def test_shares_are_for_the_next_loader_at_once_in_every_epoch() -> None:
                 assert control.state.shares == (15, 5)
 
 
+def test_batches_are_counted_by_the_steps_of_an_optimizer_that_replaces_the_first_one() -> None:
+    sent: list[Message] = []
+    at = [500]
+    sizes = BatchSizes(0, 0, send=sent.append, step=lambda: at[0])
+    sizes.begin_epoch(0, 1000, 10)
+    for index, at[0] in enumerate((500, 501, 0, 1)):
+        assert sizes.size(index) == 10
+        sizes.delivered(index)
+    sizes.on_message(ShareProposal(0, 1, [15, 5]))
+    ready = sent[-1]
+    assert isinstance(ready, ShareReady) and ready.step - ready.taken // 10 == -2 and ready.batches == 1
+
+
 def test_ranks_between_two_epochs_are_asked_again_and_all_of_them_begin_the_next_one_with_the_shares() -> None:
     sent: list[Message] = []
     state = ShareState(2, sent.append)
