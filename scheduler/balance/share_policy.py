@@ -210,8 +210,16 @@ class SharePolicy:
             self._look = min(LONG, 2 * max(SHORT, self._look))
         self._previous, self._present, self._since = self._present, now, 0
 
-    def moved(self, shares: Sequence[int]) -> None:
-        """Record that another loader feeds the ranks from now on, with these shares: nobody's speed has changed."""
+    def moved(self, shares: Sequence[int], wrong: Sequence[int] = ()) -> None:
+        """Record that another loader feeds the ranks from now on, with these shares: nobody's speed has changed.
+
+        Args:
+            shares: The shares, empty for equal ones.
+            wrong: For every rank, how many of its latest reports are of that loader's steps. They were noted with the
+                shares of the loader before and are forgotten.
+        """
+        for rank, count in enumerate(wrong):
+            self.curves.forget_latest(rank, count)
         self._first_s, self._forced = {}, None
         self._previous = self._present = tuple(shares) or self._equal
 

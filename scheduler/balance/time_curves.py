@@ -128,6 +128,18 @@ class TimeCurves:
         if reports.since in (FIRST, SHORT):
             self._estimate(reports)
 
+    def forget_latest(self, rank: int, count: int) -> None:
+        """Forget the latest reports of a rank, whose batches had another size, and what they alone have shown."""
+        reports = self._reports[rank]
+        for _ in range(min(count, len(reports.recent))):
+            reports.recent.pop()
+        if reports.since < count:
+            reports.before = None  # The size before the latest change is unknown now.
+        reports.since = max(0, reports.since - count)
+        if reports.since < FIRST and reports.first is not None:
+            self._fixed = deque((each for each in self._fixed if each is not reports.first), maxlen=_ESTIMATES)
+            reports.first = None
+
     def _estimate(self, reports: _Reports) -> None:
         """Estimate phi from a rank's change of size, if that was large enough."""
         size, count = reports.recent[-1][0], reports.since

@@ -484,8 +484,7 @@ class JobState:
         return next(iter(self.optimizers.values()), None)
 
     def _feeds(self, rank: int, message: Feeds, now_s: float) -> None:
-        fed = self._fed
-        self.shares.bind(message.loader, 0 if fed is None else fed.rule.step + 1)
+        self.shares.bind(message.loader, message.step)
 
     def _share_ready(self, rank: int, message: ShareReady, now_s: float) -> None:
         optimizer = self._fed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ _EVERY_S, _MANY = 0.1, 64  # Between two checks of the times; longer with more r
 _AGAIN_S = 0.2  # Pause behind a refused proposal; one may come at a bad moment, between two epochs for example.
 _LEAST_S = 1e-6  # Least own time of a rank in a step.
 _KEPT = 256  # Changes whose first step is remembered.
+_LATE_FOUND = 8  # Most steps with a loader before it is known to feed the training; it takes two, and a message.
 _FEEDS_KEPT = 16  # Loaders remembered besides the one that feeds the training.
 
 
@@ -190,7 +192,7 @@ class ShareState:
 
         Args:
             loader: The loader.
-            step: The first step that no rank has begun.
+            step: The step of the first of these gradients.
         """
         feed = self._feeds.get(loader)
         if feed is None or feed is self._feed:
@@ -282,6 +284,8 @@ class ShareState:
     # ---- inside ---------------------------------------------------------------------------------------------
 
     def _remember(self, step: int, shares: tuple[int, ...]) -> None:
+        before = bisect.bisect_left(self._steps, step)  # What was ordered from a later step on holds no longer.
+        self._steps, self._ordered = self._steps[:before], self._ordered[:before]
         self._steps, self._ordered = [*self._steps, step][-_KEPT:], [*self._ordered, shares][-_KEPT:]
 
     def _too_much(self, shares: Sequence[int]) -> bool:
@@ -356,6 +360,8 @@ class ShareControl:
         self._world_size = world_size
         self._policy: SharePolicy | None = None
         self._warm: set[int] = set()  # Ranks whose first report has arrived; it is not typical of later steps.
+        # Steps of each rank's latest reports: some may have come before it was known which loader feeds these steps.
+        self._reported: list[deque[int]] = [deque(maxlen=_LATE_FOUND) for _ in range(world_size)]
         self._again_s = self._decide_s = 0.0
 
     @property
@@ -374,6 +380,7 @@ class ShareControl:
             # Where loading is known it replaces the waits, which are 0 where the batches are small.
             own_s = max(_LEAST_S, times.compute_s - times.input_s) if times.load_s else times.compute_s
             self.policy.note(rank, self.state.samples(rank, step), own_s, times.load_s)
+            self._reported[rank].append(step)
         else:
             self._warm.add(rank)
             self.policy.note_first(rank, max(times.compute_s, times.load_s))
@@ -405,21 +412,28 @@ class ShareControl:
         return change
 
     def bind(self, loader: int, step: int) -> None:
-        """Note that gradients follow a loader's batches, see `ShareState.bind`."""
+        """Note that gradients follow a loader's batches, see `ShareState.bind`.
+
+        Reports of its steps that have come already were taken for steps with the shares of the loader before.
+        """
         batch = self.state.batch
         if not self.state.bind(loader, step) or self._policy is None:
             return
         self._again_s = self._decide_s = 0.0
         if self.state.batch == batch:  # The ranks' speed is known.
-            self._policy.moved(self.state.shares)
+            self._policy.moved(self.state.shares, [sum(each >= step for each in steps) for steps in self._reported])
         else:
             self._policy = None
+        for steps in self._reported:
+            steps.clear()
 
     def restart(self) -> None:
         """Note that another optimizer's steps count the batches, see `ShareState.restart`: it may train otherwise."""
         self.state.restart()
         self._policy = None
         self._warm.clear()
+        for steps in self._reported:
+            steps.clear()
         self._again_s = self._decide_s = 0.0
 
     def limit(self, rank: int, message: MemoryLimit) -> None:

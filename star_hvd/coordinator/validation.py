@@ -244,8 +244,10 @@ def _memory_limit(message: MemoryLimit, _: int) -> None:
 
 
 def _feeds(message: Feeds, _: int) -> None:
-    if message.loader < 0:
-        raise ChannelError(f"loader {message.loader} feeds the training; expected a number from 0")
+    if min(message.loader, message.step) < 0:
+        raise ChannelError(
+            f"loader {message.loader} feeds the training from step {message.step} on; expected numbers from 0"
+        )
 
 
 def _program_collective(message: ProgramCollective, _: int) -> None:

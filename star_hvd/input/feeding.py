@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
-__all__ = ["Feeding"]
+__all__ = ["SURE", "Feeding"]
 
 _KEPT = 64  # Weights of each loader; at least as many as `backward_passes_per_step`.
 _LOADERS_KEPT = 8
-_SURE = 2  # Gradients after which a loader counts as the one that feeds the training.
+SURE = 2  # Gradients after which a loader counts as the one that feeds the training.
 
 
 class _Batches:
@@ -87,7 +87,7 @@ class Feeding:
     """The loaders of one rank, for the training thread. Numbers of loaders are equal on all ranks.
 
     Args:
-        found: Called with a loader's number when gradients have followed its batches `_SURE` times in a row, unless
+        found: Called with a loader's number when gradients have followed its batches `SURE` times in a row, unless
             it was the last to be named.
 
     Attributes:
@@ -197,7 +197,7 @@ class Feeding:
         if self.loader in self._batches:
             self._batches[self.loader].used(passes)
         self._times = self._times + 1 if self.loader == before else 1
-        if self._times >= _SURE and self.loader != self._named:
+        if self._times >= SURE and self.loader != self._named:
             self._named = self.loader
             self._found(self.loader)
 

@@ -58,7 +58,7 @@ from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
-from star_hvd.input.feeding import Feeding
+from star_hvd.input.feeding import SURE, Feeding
 from star_hvd.input.joined import Joined
 from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.modes.driver import StepDriver
@@ -470,7 +470,7 @@ class Runtime:
         for driver in self.drivers.values():
             driver.reporter.feeds(loader)
         if self.rank == 0:
-            self.agent.send(Feeds(loader))
+            self.agent.send(Feeds(loader, max(0, self._first_step() - (SURE - 1))))
 
     def weigh(self, count: float) -> None:
         """Note that the loss of the current batch, or micro-batch, is a mean over `count` items."""

@@ -95,7 +95,12 @@ class MemoryLimit(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Feeds(Message):
-    """Rank 0: gradients follow the batches of this loader, so batch shares are for it."""
+    """Rank 0: gradients follow the batches of this loader, so batch shares are for it.
+
+    Attributes:
+        step: Step of the first of these gradients.
+    """
 
     kind: ClassVar[str] = "feeds"
     loader: int
+    step: int

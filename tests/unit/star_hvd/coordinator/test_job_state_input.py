@@ -16,6 +16,7 @@ from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages import switch as s
 from star_hvd.channel.messages.joins import JoinedRanks, ProgramCollective
 from star_hvd.channel.messages.leases import LoaderClosed
+from star_hvd.channel.messages.shares import Feeds
 from star_hvd.channel.messages.switch import ServerRestarted, ServerUp
 from star_hvd.coordinator.job_state import HANDLERS
 from star_hvd.coordinator.validation import FROM_RANKS
@@ -49,6 +50,8 @@ BAD = [
     m.Register(0, PLAN, {}, edge_part=math.nan),
     m.Register(0, PLAN, {}, pushed_part=0.0),
     m.Register(0, PLAN, {}, pushed_part=1.5),
+    Feeds(-1, 0),
+    Feeds(0, -1),
     ServerUp(0, 1, 99, ["127.0.0.1", "1", "00"]),
     ServerUp(0, 1, -1, ["127.0.0.1", "1", "00"]),
     ServerUp(0, 1, 0, ["127.0.0.1"]),

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scheduler.balance.batch_shares import LastStep
+from scheduler.balance.time_curves import TimeCurves
 from scheduler.plan.plan import Plan
 from scheduler.records import StepTimes
 from scheduler.rules.runs import Span, without
@@ -484,6 +485,46 @@ def test_shares_are_for_the_next_loader_at_once_in_every_epoch() -> None:
                 control.tick(plan, now_s)
                 _answers(control, sent)
                 assert control.state.shares == (15, 5)
+
+
+def test_the_first_steps_of_another_loader_count_as_steps_with_its_shares() -> None:
+    """Which loader feeds the training is known two gradients later: reports of these steps may have come by then."""
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.state.in_step = True
+    for loader in range(2):
+        control.state.opens(LeaseAsk(loader, 0, 10_000, 10, False, 0), 10_000)
+    control.state.propose((15, 5), 0.0)
+    _answers(control, sent)
+    speeds_s, fixed = (1.0, 3.0), 0.2
+
+    def report(rank: int, step: int, samples: int) -> None:
+        control.note(rank, step, StepTimes(speeds_s[rank] * (fixed + (1.0 - fixed) * samples / 10.0)))
+
+    for step in range(20):
+        for rank in range(2):
+            report(rank, step, control.state.samples(rank, step))
+    report(0, 20, 10), report(1, 20, 10), report(0, 21, 10)  # With the next loader.
+    control.bind(1, 20)
+    assert control.state.all_samples(np.array([[19, 20, 21]] * 2)).tolist() == [[15, 10, 10], [5, 10, 10]]
+    policy = control.policy
+    for step in (22, 23):
+        for rank in range(2):
+            report(rank, step, 10)
+    assert policy is not None and policy.curves.fixed == pytest.approx(fixed)
+    for count in (2, 5, 12):
+        assert policy.curves.levels_s(count) == pytest.approx(speeds_s), "the wrong reports are forgotten"
+
+
+def test_a_loader_that_follows_at_once_leaves_no_estimate_of_the_fixed_part() -> None:
+    curves = TimeCurves(1, 10)
+    for samples in (10, 10, 5, 5):
+        curves.note(0, samples, 1.0)
+    assert curves.fixed == 0.95, "as if half a batch took as long as a whole one"
+    curves.forget_latest(0, 2)
+    assert not curves.known and curves.latest_levels_s() == [1.0]
+    curves.forget_latest(0, 3)
+    assert curves.latest_levels_s() is None
 
 
 def test_batches_are_counted_by_the_steps_of_an_optimizer_that_replaces_the_first_one() -> None:
