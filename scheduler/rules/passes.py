@@ -19,6 +19,7 @@ came as long after such a change as the coming one count, and all recent ones to
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections import deque
@@ -69,6 +70,13 @@ class PassTimes:
         # By epoch and step, in their order: largest ratio of a pass's time to the expected one; 0 before the first.
         self._worst: dict[tuple[int, int], float] = {}
         self._longer: deque[float] = deque(maxlen=_PAIRS)  # These ratios for single late passes.
+
+    def continued(self, epoch: int) -> PassTimes:
+        """Return a copy for another loader of the same network, whose steps from `epoch` on come after those known."""
+        copied = copy.deepcopy(self)
+        shift = max((known for known, _ in self._worst), default=-1) + 1 - epoch
+        copied._worst = {(known - shift, step): ratio for (known, step), ratio in self._worst.items()}
+        return copied
 
     def fixed_part(self, parts: int, share: int) -> float:
         """Fraction of a batch's time that does not depend on its size; NaN if nothing is known.

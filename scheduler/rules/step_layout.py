@@ -36,6 +36,7 @@ class StepLayout:
         grain: Tasks of a micro-batch.
 
     Attributes:
+        batch, parts, grain: As given.
         share: Tasks of a rank in a step if all ranks are equally fast.
         longest: Most tasks of a pass: those of `LONGEST` user batches, unless `limit_passes` sets less.
         whole: Tasks of a whole step.
@@ -61,11 +62,11 @@ class StepLayout:
         self._spans = without([(0, stop)], done)
         self._ends = list(itertools.accumulate(end - start for start, end in self._spans))
         self.samples = self._ends[-1] if self._ends else 0
-        self._batch, self._per_step = batch, batch * world_size
+        self.batch, self._per_step = batch, batch * world_size
 
     def limit_passes(self, samples: int) -> None:
         """Limit the samples of a pass, to not less than a micro-batch; 0 limits it to one user batch."""
-        self.longest = min(self.longest, max(self.grain, (samples or self._batch) * self.share // self._batch))
+        self.longest = min(self.longest, max(self.grain, (samples or self.batch) * self.share // self.batch))
 
     @property
     def steps(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from scheduler.balance.batch_shares import LastStep
 from scheduler.rules.leasing import Answer, LeaseQueue
 from scheduler.rules.microbatches import Action, Kind, MicrobatchPool
+from scheduler.rules.passes import PassTimes
 from scheduler.rules.runs import Run, Span, joined, positions, run_of
 from scheduler.rules.step_layout import StepLayout, grain
 from star_hvd.channel.messages.base import Message
@@ -348,7 +349,8 @@ class MicrobatchService:
         self._world_size = world_size
         self._send = send
         self._pools: dict[Key, MicrobatchPool] = {}
-        self._last_fixed_part = math.nan  # That of the last pool that was forgotten.
+        self._last_fixed_part = math.nan  # That of the last pool that was forgotten and had one.
+        self._last: MicrobatchPool | None = None  # The last pool that was forgotten.
         self._orders: dict[Key, tuple[MicrobatchOpen, int]] = {}  # The first message of an epoch, and its rank.
         self._finished: set[int] = set()
         # By rank, loader and epoch: epochs that a rank opened while another rank is still in an older one; and those of
@@ -362,7 +364,8 @@ class MicrobatchService:
         pool = next(reversed(self._pools.values()), None)
         if pool is None:
             return self._last_fixed_part
-        return pool.times.fixed_part(pool.layout.parts, pool.layout.share)
+        found = pool.times.fixed_part(pool.layout.parts, pool.layout.share)
+        return self._last_fixed_part if math.isnan(found) else found
 
     def open(self, rank: int, message: MicrobatchOpen, now_s: float) -> None:
         """Handle a rank's opening of an epoch.
@@ -454,7 +457,7 @@ class MicrobatchService:
         """Forget an epoch that all ranks have ended."""
         if key in self._pools:
             self._last_fixed_part = self.fixed_part
-            del self._pools[key]
+            self._last = self._pools.pop(key)
         self._orders.pop(key, None)
         self._forget_early(lambda each: each[1:] == key)
 
@@ -479,16 +482,25 @@ class MicrobatchService:
             raise ChannelError(str(error)) from error
         loader, epoch = key
         before = self._pools.get((loader, epoch - 1))
+        times = before.times if before is not None else self._times_like(layout, epoch)
         for old in [k for k, each in self._pools.items() if k[0] == loader and k[1] < epoch - 1 and each.over]:
             del self._pools[old]
             self._orders.pop(old, None)
-        pool = self._pools[key] = MicrobatchPool(layout, before.times if before is not None else None, epoch)
+        pool = self._pools[key] = MicrobatchPool(layout, times, epoch)
         pool.steals = self.steals  # Before the first rank opens it, which makes the first steps.
         for rank in self._finished:
             self._do(key, pool, pool.leave(rank, now_s))
         if not self.parts and message.samples:
             self.parts, self.batch = message.parts, message.batch
         return pool
+
+    def _times_like(self, layout: StepLayout, epoch: int) -> PassTimes | None:
+        """Return times for a loader's first epoch: those of the latest loader with equal batches and parts, if any."""
+        latest = [*reversed(self._pools.values()), *([self._last] if self._last is not None else [])]
+        wanted = (layout.batch, layout.parts, layout.grain)
+        alike = (pool for pool in latest if (pool.layout.batch, pool.layout.parts, pool.layout.grain) == wanted)
+        found = next(alike, None)
+        return None if found is None else found.times.continued(epoch)
 
     def _do(self, key: Key, pool: MicrobatchPool, actions: Sequence[Action]) -> None:
         pool.steals = self.steals

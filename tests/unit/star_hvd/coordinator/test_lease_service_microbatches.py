@@ -75,3 +75,45 @@ def test_a_forgotten_epoch_is_held_back_no_longer(service: Service) -> None:
     assert service.held_back == 2
     service.forget((0, 1))
     assert not service.held_back
+
+
+def _passes(service: Service, loader: int, paces_s: tuple[float, float]) -> list[MicrobatchShares]:
+    """Let both ranks open a loader's epoch and make the passes of its first step; return rank 0's shares."""
+    for rank in range(RANKS):
+        service.open(rank, MicrobatchOpen(loader, 0, 640, 16, 4, False, 0, 7, most=64), 0.0)
+    told = [(to, each) for to, each in service.sent if isinstance(each, MicrobatchShares) and each.loader == loader]
+    found = [each for to, each in told if to == 0]
+    for rank, pace_s in enumerate(paces_s):
+        counts, task, took_s = found[0].counts, sum(found[0].counts[:rank]), 0.0
+        sizes = next(each.sizes for to, each in told if to == rank and each.step == 0)
+        assert sum(sizes) == counts[rank]
+        for size in sizes:
+            service.begin(rank, MicrobatchBegin(loader, 0, 0, task, took_s, size), 1.0)
+            task, took_s = task + size, pace_s * (1.0 + size)
+        service.begin(rank, MicrobatchBegin(loader, 0, 0, -1, took_s), 1.0)
+    return found
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_the_next_loader_of_a_program_starts_with_the_pace_that_is_known(service: Service, closed: bool) -> None:
+    service.steals = True
+    first = _passes(service, 0, (1.0, 3.0))
+    assert len(set(first[0].counts)) == 1
+    known = service.fixed_part
+    if closed:
+        service.forget((0, 0))
+    second = _passes(service, 1, (1.0, 3.0))
+    assert second[0].counts[0] > second[0].counts[1], "rank 1 is slow"
+    assert service.fixed_part == pytest.approx(known)
+
+
+def test_a_loader_with_other_batches_starts_without_a_pace_and_the_fixed_part_known_before(service: Service) -> None:
+    service.steals = True
+    _passes(service, 0, (1.0, 3.0))
+    known = service.fixed_part
+    assert known > 0.0
+    service.forget((0, 0))
+    service.open(0, MicrobatchOpen(1, 0, 640, 32, 4, False, 0, 7, most=64), 0.0)
+    assert service.fixed_part == known
+    shares = [each for _, each in service.sent if isinstance(each, MicrobatchShares) and each.loader == 1]
+    assert len(set(shares[0].counts)) == 1
