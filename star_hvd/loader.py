@@ -289,6 +289,8 @@ class ShardLoader:
             run.reference_samples = self._usual_batch(coming.order)
         # Other ranks may have made steps without this one since the last epoch.
         run.catch_up()
+        if not self._evaluates:
+            run.memory.begin(self._number, self.batch_size, run.feeding.loader)
         run.feeding.begin(self._number)
         exhausted = False
         try:

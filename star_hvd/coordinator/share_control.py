@@ -79,10 +79,12 @@ class _Feed:
         last: How the last step of an epoch is divided, as ordered last.
         drop_last: Whether short batches are left out.
         samples: Samples handed out, by epoch.
+        most: Maximum samples of every rank, see `ShareState.most`.
     """
 
     loader: int
     batch: int
+    most: list[int]
     shares: tuple[int, ...] = ()
     announced: bool = True
     last: LastStep = field(default_factory=LastStep)
@@ -98,7 +100,6 @@ class ShareState:
         send: Sends a message to all ranks.
 
     Attributes:
-        most: Maximum samples of every rank by its memory or the user's limit, 0 for no limit.
         least: Fewest samples that a rank should have in a step.
         in_step: Whether all ranks make every step together, as far as is known: an epoch then starts with equal shares,
             so that its steps have the samples of plain Horovod's.
@@ -107,13 +108,12 @@ class ShareState:
     """
 
     def __init__(self, world_size: int, send: Callable[[Message], None]) -> None:
-        self.most = [0] * world_size
         self.least = 1
         self.in_step = False
         self.deal: Callable[[int, Change, float], bool] = lambda loader, change, now_s: True
         self._world_size = world_size
         self._send = send
-        self._feed = _Feed(-1, 0)  # Of the loader that feeds the training.
+        self._feed = _Feed(-1, 0, [0] * world_size)  # Of the loader that feeds the training.
         self._feeds: dict[int, _Feed] = {}
         self._proposal: _Proposal | None = None
         self._proposals = 0
@@ -129,6 +129,11 @@ class ShareState:
     def batch(self) -> int:
         """Samples in each of its batches if all are equal."""
         return self._feed.batch
+
+    @property
+    def most(self) -> list[int]:
+        """Maximum samples of every rank in one of its batches, by memory or the user's limit, 0 for no limit."""
+        return self._feed.most
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -173,7 +178,7 @@ class ShareState:
         """
         if message.fixed or (samples <= 0 and message.loader not in self._feeds):
             return (), LastStep()
-        feed = self._feeds.setdefault(message.loader, _Feed(message.loader, message.batch))
+        feed = self._feeds.setdefault(message.loader, _Feed(message.loader, message.batch, [0] * self._world_size))
         if self.loader < 0:
             self._feed = feed
         for old in [each for each in self._feeds if each not in (self.loader, message.loader)][:-_FEEDS_KEPT]:
@@ -200,9 +205,21 @@ class ShareState:
         self.cancel()
         if feed.batch != self.batch:
             self._steps, self._ordered = [], []
-        self._feed, self.most = feed, [0] * self._world_size
+        else:  # A batch takes as much memory as one of the loader before.
+            known = zip(feed.most, self.most, strict=True)
+            feed.most = [min(one, other) or max(one, other) for one, other in known]
+        self._feed = feed
         self._remember(step, feed.shares)
         return True
+
+    def limit(self, loader: int, rank: int, most: int) -> None:
+        """Note the most samples that a rank can have in a batch of a loader, whether it feeds the training yet or not.
+
+        A batch may run out of memory before a gradient shows that its loader feeds the training.
+        """
+        feed = self._feeds.get(loader)
+        if feed is not None:
+            feed.most[rank] = most
 
     def restart(self) -> None:
         """Note that the steps are another optimizer's from now on: they are counted anew, with the present shares."""
@@ -438,9 +455,8 @@ class ShareControl:
 
     def limit(self, rank: int, message: MemoryLimit) -> None:
         """Note the limit of a rank that ran out of memory; shares above it are changed at once."""
-        if message.loader == self.state.loader:
-            self.state.most[rank] = message.most
-            self._decide_s = 0.0
+        self.state.limit(message.loader, rank, message.most)
+        self._decide_s = 0.0
 
     def sentence(self) -> str:
         """Describe the shares in force, `rank 2 gets 12 of 76 samples` for example; empty for plain `sync`."""

@@ -1,8 +1,9 @@
 """Maximum samples in a batch on this rank, by the user's limit, free memory, and past out-of-memory errors.
 
-An out-of-memory error at b samples permanently lowers the limit of that loader to 0.85 b. On a GPU the allocator also
-reports that memory nearly ran out: it flushed its cache to satisfy a request (`num_alloc_retries`), or an error was
-caught below the program (`num_ooms`). Then batches may not become larger than the largest so far.
+An out-of-memory error at b samples permanently lowers the limit of that loader to 0.85 b, and of those that follow it
+with equal batches. On a GPU the allocator also reports that memory nearly ran out: it flushed its cache to satisfy a
+request (`num_alloc_retries`), or an error was caught below the program (`num_ooms`). Then batches may not become larger
+than the largest so far.
 """
 
 from __future__ import annotations
@@ -27,7 +28,23 @@ class MemoryLimits:
     def __init__(self, user_most: int) -> None:
         self._user_most = user_most
         self._failed: dict[int, int] = {}  # By loader; written by the training thread alone.
+        self._inherited: dict[int, int] = {}  # By loader: the limit of the one before. Its loop may not allow parts.
+        self._batches: dict[int, int] = {}  # Samples of a usual batch, by loader.
         self._retried = self._retries = 0
+
+    def begin(self, loader: int, batch: int, before: int) -> None:
+        """Note an epoch of a loader.
+
+        Args:
+            loader: Number of the loader.
+            batch: Samples of its usual batch.
+            before: Number of the loader that fed the training last. If its batches have as many samples, one that ran
+                out of memory limits this loader's too.
+        """
+        limit = self._failed.get(before, self._inherited.get(before, 0))
+        if loader not in self._batches and self._batches.get(before) == batch and limit:
+            self._inherited[loader] = limit
+        self._batches[loader] = batch
 
     def lower(self, loader: int, samples: int) -> int:
         """Lower the limit of a loader after `samples` samples ran out of memory; return the new limit."""
@@ -52,7 +69,8 @@ class MemoryLimits:
             by_memory = samples_in_memory(largest, device)
             if by_memory and self._came_near(device):
                 self._retried = min(largest, self._retried or largest)
-        limits = (self._user_most, by_memory, self._retried, self._failed.get(loader, 0))
+        failed = self._failed.get(loader, 0), self._inherited.get(loader, 0)
+        limits = (self._user_most, by_memory, self._retried, *failed)
         return min((limit for limit in limits if limit), default=0)
 
     def _came_near(self, device: torch.device) -> bool:

@@ -527,6 +527,19 @@ def test_a_loader_that_follows_at_once_leaves_no_estimate_of_the_fixed_part() ->
     assert curves.latest_levels_s() is None
 
 
+def test_a_limit_of_memory_is_known_for_the_next_loader_and_for_one_that_does_not_feed_the_training_yet() -> None:
+    control = ShareControl(2, lambda message: None)
+    for loader, batch in ((0, 10), (1, 10), (2, 10), (3, 64)):
+        control.state.opens(LeaseAsk(loader, 0, 1000, batch, False, 0), 1000)
+    control.limit(1, MemoryLimit(0, 8))
+    control.limit(0, MemoryLimit(2, 7))
+    control.limit(0, MemoryLimit(9, 7))
+    assert control.state.most == [0, 8]
+    for loader, most in ((1, [0, 8]), (2, [7, 8]), (3, [0, 0])):
+        control.bind(loader, 5 * loader)
+        assert control.state.most == most
+
+
 def test_batches_are_counted_by_the_steps_of_an_optimizer_that_replaces_the_first_one() -> None:
     sent: list[Message] = []
     at = [500]
@@ -616,7 +629,7 @@ def test_a_rank_that_ran_out_of_memory_gets_fewer_samples_at_once() -> None:
     control.tick(plan, 2.0)
     assert sent[-1] == ShareProposal(0, 2, [12, 8]), "before any report"
     _answers(control, sent)
-    control.state.most = [11, 8]
+    control.state.most[:] = [11, 8]
     control.tick(plan, 3.0)
     assert len(sent) == 4, "the ranks cannot have 20 samples: nothing is better than what is"
 

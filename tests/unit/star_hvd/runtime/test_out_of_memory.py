@@ -364,6 +364,16 @@ def test_limits_are_the_least_of_all() -> None:
     assert MemoryLimits(12).most(0, 10, cpu) == 12
 
 
+def test_a_limit_holds_for_the_next_loader_with_equal_batches() -> None:
+    limits, cpu = MemoryLimits(0), torch.device("cpu")
+    limits.begin(0, 100, -1)
+    limits.lower(0, 100)
+    for loader, batch, before in ((1, 100, 0), (2, 100, 1), (3, 50, 2)):
+        limits.begin(loader, batch, before)
+    assert [limits.most(loader, 10, cpu) for loader in range(4)] == [85, 85, 85, 0]
+    assert limits.failed(1) == 0, "its loop may not be one whose batches can be delivered in parts"
+
+
 def test_a_batch_for_which_the_allocator_had_to_retry_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {"num_alloc_retries": 0, "num_ooms": 0}
     free = [80, 80, 90, 20]
