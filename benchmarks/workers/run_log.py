@@ -35,8 +35,9 @@ def main(argv: list[str]) -> int:
     found = alternate(args, sides, "digits", rank=rank, size=int(hvd.size()), warm_up=WARM_UP_STEPS)
     run = runtime.current()
     assert run is not None
-    logged = max(run.drivers)  # The most recent one.
-    name, steps = f"{run._job}-{logged}", int(run.drivers[logged].reporter.stats()["steps"])
+    reporter = run.drivers[max(run.drivers)].reporter  # That of the logged optimizer, which was made last.
+    assert reporter.log is not None
+    name, steps = reporter.log.directory.name, int(reporter.stats()["steps"])
     hvd.shutdown()
     if rank == 0:
         write_json(args.run_dir / "run_log.json", {"blocks": found, "run": name, "steps": steps})

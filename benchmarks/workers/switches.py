@@ -70,10 +70,10 @@ def _ask_for(mode: str) -> None:
         return
     plan = parse_mode(mode, run.world_size)
     assert plan is not None
-    with run.coordinator.job_state() as board:
-        engine = board.engines.get(max(board.engines, default=-1))
-        if engine is not None and engine.active.label != plan.label and not engine.switching:
-            engine.publish(plan.replace(reason="asked for"), time.monotonic())
+    with run.coordinator.job_state() as job:
+        optimizer = job.optimizers.get(max(job.optimizers, default=-1))
+        if optimizer is not None and optimizer.active.label != plan.label and not optimizer.switching:
+            optimizer.publish(plan.replace(reason="asked for"), time.monotonic())
 
 
 if __name__ == "__main__":
