@@ -12,6 +12,9 @@ __all__ = ["Config"]
 class Config:
     """Settings of `star_hvd.DistributedOptimizer`; every rank must use the same.
 
+    Deadlines have to be finite and more than 0, which does not mean "unlimited". A rank is heard once in `heartbeat_s`,
+    so `absent_after_s` and `lost_after_s` have to be at least 3 times as long.
+
     Attributes:
         bucket_bytes: Size of a flat gradient buffer. 25 MiB as in PyTorch DDP: large enough to amortize a
             collective, small enough to overlap with backward.
@@ -116,11 +119,19 @@ class Config:
                 f"config min_batch is {self.min_batch} and max_batch {self.max_batch}; expected min_batch to be at "
                 "most max_batch, or max_batch to be 0, for no limit"
             )
+        for name in ("absent_after_s", "lost_after_s"):
+            silence_s = getattr(self, name)
+            if silence_s < _LEAST_HEARTBEATS * self.heartbeat_s * (1.0 - 1e-9):  # 3 times 0.1 is more than 0.3.
+                raise ValueError(
+                    f"config {name} is {silence_s} and heartbeat_s {self.heartbeat_s}; expected {name} to be at least "
+                    f"{_LEAST_HEARTBEATS} times heartbeat_s, else ranks would count as gone between two heartbeats"
+                )
         if self.least_quorum > 1.0:
             raise ValueError(f"config least_quorum is {self.least_quorum}; expected a part of the ranks, at most 1")
 
 
 _MAX_CHUNK_BYTES = 4 * 1024 * 1024
+_LEAST_HEARTBEATS = 3  # In a silence after which a rank counts as absent: one may be late, and one lost.
 
 _CHOICES = {
     "policy": ("learned", "cost", "rule"),
@@ -139,6 +150,9 @@ _MINIMUM = {
     "noise_interval_steps": 1,
     "quorum_deadline_s": 0.01,
     "step_deadline_s": 0.1,
+    "shutdown_deadline_s": 0.1,
+    "control_deadline_s": 0.1,
+    "plan_deadline_s": 0.1,
     "heartbeat_s": 0.01,
     "lost_after_s": 0.1,
     "decide_interval_s": 0.01,

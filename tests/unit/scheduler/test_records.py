@@ -133,15 +133,30 @@ def test_a_switch_is_true_or_false(value: object) -> None:
         ("step_deadline_s", 0.1, 0.0),
         ("heartbeat_s", 0.01, 0.0),
         ("lost_after_s", 0.1, 0.0),
+        ("absent_after_s", 0.1, 0.0),
+        ("shutdown_deadline_s", 0.1, 0.0),
+        ("control_deadline_s", 0.1, 0.0),
+        ("plan_deadline_s", 0.1, 0.0),
         ("decide_interval_s", 0.01, 0.0),
         ("max_staleness", 0, -1),
         ("grace_fraction", 0.0, -0.1),
     ],
 )
 def test_the_least_values_of_settings(name: str, least: float, below: float) -> None:
-    assert getattr(Config(**{name: least}), name) == least  # type: ignore[arg-type]
+    assert getattr(Config(**{"heartbeat_s": 0.01, name: least}), name) == least  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"config {name} is {below}; expected a finite number of at least"):
         Config(**{name: below})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["absent_after_s", "lost_after_s"])
+def test_a_rank_is_not_gone_before_three_heartbeats(name: str) -> None:
+    longer = {"absent_after_s": 60.0, "lost_after_s": 60.0}
+    with pytest.raises(ValueError, match=f"config {name} is 44.9 and heartbeat_s 15; expected {name} to be at least 3"):
+        Config(**{**longer, name: 44.9, "heartbeat_s": 15})  # type: ignore[arg-type]
+    assert getattr(Config(**{**longer, name: 45.0, "heartbeat_s": 15}), name) == 45.0  # type: ignore[arg-type]
+    assert getattr(Config(**{**longer, name: 0.3, "heartbeat_s": 0.1}), name) == 0.3  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="config absent_after_s is 3.0 and heartbeat_s 15"):
+        Config(heartbeat_s=15)
 
 
 def test_settings_without_numbers() -> None:
