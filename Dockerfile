@@ -8,8 +8,8 @@
 # Run a job on one machine, with the program in this folder, which becomes the image's working folder:
 #   docker run --rm -it --ipc=host -v "$PWD":/workspace star-hvd:cpu horovodrun -np 4 --gloo python train.py
 #
-# The image's user is star, number 1000, not root; folders that a job writes to must be that user's, or give your own
-# with --user "$(id -u)" -e HOME=/tmp.
+# The image's user is star, number 1000, not root; folders that a job writes to must be that user's. On one machine, with
+# no ssh, you can also give your own number with --user "$(id -u)" -e HOME=/tmp.
 #
 # On several hosts, with the folder ./ssh holding two key pairs for the job, readable for that user: id_ed25519, by
 # which ranks are let in, and host_ed25519, by which all hosts of the job are known (ssh refuses any other):

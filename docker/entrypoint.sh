@@ -14,7 +14,18 @@ port=${STAR_SSH_PORT:-2222}
 keys=${STAR_SSH_KEYS:-/run/star-ssh}
 mine=$HOME/.ssh
 
+# ssh and sshd take a user's home from the system's list, not from HOME, and ssh runs for no user outside that list.
+require_home() {
+    home=$(getent passwd "$(id -u)" | cut -d: -f6)
+    if [ -z "$home" ] || [ "$home" != "$HOME" ]; then
+        echo "entrypoint: user $(id -u) has ${home:-no home} in the image and HOME is $HOME, expected the same: jobs" \
+            "over ssh need the image's own user, number 1000, so leave --user and HOME out" >&2
+        exit 2
+    fi
+}
+
 prepare_ssh() {
+    require_home
     for pair in id_ed25519 host_ed25519; do
         if [ ! -r "$keys/$pair.pub" ]; then
             echo "entrypoint: got no $keys/$pair.pub (or may not read it as user $(id -u)), expected the job's" \
@@ -24,7 +35,7 @@ prepare_ssh() {
     done
     if [ ! -r "$keys/host_ed25519" ]; then
         echo "entrypoint: got no $keys/host_ed25519 that user $(id -u) may read, expected the job's host key:" \
-            "chown the folder to $(id -u), or run the image with --user" >&2
+            "chown the folder to $(id -u)" >&2
         exit 2
     fi
     mkdir -p -m 700 "$mine"

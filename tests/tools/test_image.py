@@ -51,20 +51,46 @@ def test_the_ssh_of_the_image_checks_hosts_whatever_horovodrun_asks(asked: str) 
     assert "stricthostkeychecking true" in done.stdout.lower().splitlines()
 
 
+def run_entry_point(
+    folder: Path, keys: Path, *, user_home: Path | None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the entry point with an sshd that only notes its options, as a user with `user_home` in the system's list."""
+    programs = folder / "bin"
+    programs.mkdir(exist_ok=True)
+    sshd, getent, script = programs / "sshd", programs / "getent", folder / "entrypoint.sh"
+    sshd.write_text(f'#!/bin/sh\necho "$@" > {folder}/sshd.said\n')
+    getent.write_text(
+        "#!/bin/sh\nexit 2\n" if user_home is None else f"#!/bin/sh\necho star:x:1000:1000::{user_home}:/bin/sh\n"
+    )
+    for program in (sshd, getent):
+        program.chmod(0o755)
+    if user_home is not None:
+        user_home.mkdir(exist_ok=True)
+    script.write_text((DOCKER / "entrypoint.sh").read_text().replace("/usr/sbin/sshd", str(sshd)))
+    environ = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "STAR_SSH_KEYS": str(keys), **variables}
+    command = ["sh", str(script), "echo", "started"]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.parametrize(("listed", "said"), [(True, "/home of the image"), (False, "no home")])
+def test_the_entry_point_refuses_ssh_for_a_user_without_this_home(tmp_path: Path, listed: bool, said: str) -> None:
+    """ssh reads `known_hosts` and keys in the home of the system's list, and ends if the user is not in it."""
+    other = tmp_path / "home of the image"
+    given = {"user_home": other if listed else None, "HOME": str(tmp_path)}
+    refused = run_entry_point(tmp_path, tmp_path / "keys", STAR_SSHD="1", **given)  # type: ignore[arg-type]
+    assert refused.returncode == 2 and said in refused.stderr and "user, number 1000" in refused.stderr
+    assert not (tmp_path / ".ssh").exists()
+    without = run_entry_point(tmp_path, tmp_path / "keys", STAR_SSHD="0", **given)  # type: ignore[arg-type]
+    assert without.returncode == 0 and without.stdout == "started\n", "a job on one host needs no ssh"
+
+
 @pytest.mark.skipif(shutil.which("ssh-keygen") is None, reason="needs ssh-keygen")
 def test_the_entry_point_asks_for_both_key_pairs_and_knows_one_host_key(tmp_path: Path) -> None:
-    keys, home, sshd = tmp_path / "keys", tmp_path / "home", tmp_path / "sshd"
+    keys, home = tmp_path / "keys", tmp_path / "home"
     keys.mkdir()
-    home.mkdir()
-    sshd.write_text(f"#!/bin/sh\necho \"$@\" > {tmp_path}/sshd.said\n")
-    sshd.chmod(0o755)
-    script = tmp_path / "entrypoint.sh"
-    script.write_text((DOCKER / "entrypoint.sh").read_text().replace("/usr/sbin/sshd", str(sshd)))
-    environ = {**os.environ, "HOME": str(home), "STAR_SSH_KEYS": str(keys), "STAR_SSHD": "1"}
 
     def run() -> subprocess.CompletedProcess[str]:
-        command = ["sh", str(script), "echo", "started"]
-        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        return run_entry_point(tmp_path, keys, user_home=home, HOME=str(home), STAR_SSHD="1")
 
     for name in ("id_ed25519", "host_ed25519"):
         refused = run()
