@@ -82,7 +82,7 @@ def elastic() -> bool:
 
 
 def host() -> str | None:
-    """`STAR_HOST`: this rank's address for the others. Default: derived from Horovod's settings."""
+    """`STAR_HOST`: this rank's address for the others, one of its host. Default: derived from Horovod's settings."""
     return _text("STAR_HOST")
 
 

@@ -64,10 +64,10 @@ def own_address(*, single_host: bool) -> str:
     and Debian's `/etc/hosts` maps the host name to 127.0.1.1, where other hosts would reach themselves.
 
     Raises:
-        ChannelError: The interface has no IPv4 address, or no address can be chosen.
+        ChannelError: `STAR_HOST` is another host's, the interface has no IPv4 address, or no address can be chosen.
     """
-    if env.host():
-        return str(env.host())
+    if chosen := env.host():
+        return _checked(chosen)
     if single_host:
         return "127.0.0.1"
     interface = env.interface()
@@ -81,6 +81,17 @@ def own_address(*, single_host: bool) -> str:
         )
     named = _named_address()
     return named if named and not _is_loopback(named) else _routed_address() or _only_address(named)
+
+
+def _checked(chosen: str) -> str:
+    """Return `STAR_HOST`, which reaches every host if it is set at the launcher, if it is an address of this host."""
+    known = {str(each.address) for found in psutil.net_if_addrs().values() for each in found}
+    if chosen in known or _is_loopback(chosen):  # Every address in 127/8 is this host, whatever is listed.
+        return chosen
+    raise ChannelError(
+        f"STAR_HOST is {chosen}, which is no address of host {socket.gethostname()}; set it per host, not for all, or "
+        f"STAR_INTERFACE to one of {sorted(psutil.net_if_addrs())}"
+    )
 
 
 def _named_address() -> str | None:

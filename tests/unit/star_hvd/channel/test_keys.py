@@ -102,8 +102,19 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAR_INTERFACE", "nosuch0")
     with pytest.raises(ChannelError, match="'nosuch0' has no IPv4 address; set STAR_INTERFACE to one of"):
         own_address(single_host=False)
-    monkeypatch.setenv("STAR_HOST", "10.1.2.3")
-    assert own_address(single_host=True) == "10.1.2.3"
+
+
+def test_an_address_set_for_the_host_has_to_be_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set at the launcher it reaches every host, and only one of them can listen there."""
+    Host(monkeypatch, {"lo": ["127.0.0.1"], "eth0": ["10.1.2.3"]}, routed="10.1.2.3", named="10.1.2.3")
+    monkeypatch.setattr(socket, "gethostname", lambda: "host-b")
+    for own in ("10.1.2.3", "127.0.0.2"):
+        monkeypatch.setenv("STAR_HOST", own)
+        assert own_address(single_host=True) == own_address(single_host=False) == own
+    monkeypatch.setenv("STAR_HOST", "10.1.2.4")
+    said = "STAR_HOST is 10.1.2.4, which is no address of host host-b; set it per host, .*STAR_INTERFACE to .*eth0"
+    with pytest.raises(ChannelError, match=said):
+        own_address(single_host=False)
 
 
 class Host:
