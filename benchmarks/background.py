@@ -12,15 +12,20 @@ unpatched Horovod: `auto` then has to use servers instead of a subgroup.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lab.command import out_of_range, say_error
 from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, run_job
+from benchmarks.lab.options import check_mode
 from benchmarks.lab.spec import write_json
 from benchmarks.machine.netns import Network, NetworkError
 from benchmarks.machine.netns_launch import netns_command, write_plan
@@ -87,27 +92,60 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=json_file)
     options = parser.parse_args(argv)
+    if (problem := _problem(options)) is not None:
+        say_error(problem)
+        return 2
     print("     mode     MB Mbit/s compute/ms  before/ms   after/ms  exposed/ms      after   ratio    step")
-    cells = []
+    cells: list[dict[str, Any]] = []
     try:
-        for mbit in (float(each) for each in options.mbit.split(",")):
-            with Network(options.ranks, 1e6 * mbit) as network:
-                network.set_rate(options.ranks - 1, 1e6 * mbit / options.slow_link)
-                for mbytes in (float(each) for each in options.mbytes.split(",")):
-                    for mode in options.modes.split(";"):
-                        spec = {"mode": mode, "mbytes": mbytes, "mbit": mbit, "steps": options.steps,
-                                "compute_s": options.compute_ms / 1e3, "sets": not options.no_sets}
-                        cells.append(measure(spec, network, options.repeats))
-                        print(_row(cells[-1]), flush=True)
+        for cell in _cells(options):
+            cells.append(cell)
+            print(_row(cell), flush=True)
+            if options.json is not None:
+                write_json(options.json, {"cells": cells})  # Now, since a later cell may fail.
     except NetworkError as error:
         print(f"skipped: {error}", file=sys.stderr)
         return 77
     except JobFailed as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if options.json is not None:
-        write_json(options.json, {"cells": cells})
     return 0
+
+
+def _cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Measure one cell after the other."""
+    for mbit in _numbers(options.mbit):
+        with Network(options.ranks, 1e6 * mbit) as network:
+            network.set_rate(options.ranks - 1, 1e6 * mbit / options.slow_link)
+            for mbytes, mode in itertools.product(_numbers(options.mbytes), options.modes.split(";")):
+                spec = {"mode": mode, "mbytes": mbytes, "mbit": mbit, "steps": options.steps,
+                        "compute_s": options.compute_ms / 1e3, "sets": not options.no_sets}  # fmt: skip
+                yield measure(spec, network, options.repeats)
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(each) for each in text.split(",")]
+
+
+def _problem(options: argparse.Namespace) -> str | None:
+    """Return why no cell can be measured with these options."""
+    least = (("ranks", 2), ("steps", 1), ("compute_ms", 0), ("slow_link", 1), ("repeats", 1))
+    if (problem := out_of_range(options, least)) is not None:
+        return problem
+    for name in ("mbytes", "mbit"):
+        text = getattr(options, name)
+        try:
+            usable = all(0.0 < number < math.inf for number in _numbers(text))
+        except ValueError:
+            usable = False
+        if not usable:
+            return f"--{name} is {text!r}; expected numbers above 0, separated by commas"
+    try:
+        for mode in options.modes.split(";"):
+            check_mode(mode, options.ranks)
+    except ValueError as error:
+        return f"--modes: {error}"
+    return None
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.command import out_of_range, say_error
 from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
-from benchmarks.lab.networks import make_network
+from benchmarks.lab.networks import NETWORKS, make_network
 from benchmarks.lab.spec import write_json
 from benchmarks.lab.tasks import FINAL_LEARNING_RATE_FRACTION, Task, defaults_for, load_task
 from scheduler.transmission.wire import FORMS, WireChoice
@@ -35,7 +36,7 @@ VARIANTS = (PLAIN, FP16, *FORMS)
 _NETWORKS = "usual,conv"
 _LIMIT = 0.3  # Points.
 _HIDDEN = 32
-_EXIT_FAILED = 1
+_EXIT_FAILED, _EXIT_INVALID = 1, 2
 
 
 class _Forced(WireChoice):
@@ -149,10 +150,19 @@ def _table(found: dict[str, dict[str, list[float]]], args: argparse.Namespace) -
     return table
 
 
+def _problem(args: argparse.Namespace) -> str | None:
+    """Return why no job can be measured with these options."""
+    unknown = [each for each in args.networks.split(",") if each not in NETWORKS]
+    if unknown:
+        return f"--networks has {', '.join(map(repr, unknown))}; expected some of {', '.join(NETWORKS)}"
+    least = (("ranks", 2), ("train_samples", args.ranks), ("seeds", 1), ("epochs", 1), ("deadline_s", 1))
+    return out_of_range(args, least)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; exit status 1 if a form loses more accuracy than it may, or a job failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.compression", description=__doc__.splitlines()[0])
-    parser.add_argument("--networks", default=_NETWORKS, help=f"separated by commas; {_NETWORKS}")
+    parser.add_argument("--networks", default=_NETWORKS, help=f"separated by commas, of {', '.join(NETWORKS)}")
     parser.add_argument("--dataset", choices=("digits", "fashion"), default="digits")
     parser.add_argument("--train-samples", type=int, default=1280)
     parser.add_argument("--ranks", type=int, default=2)
@@ -166,6 +176,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker is not None:
         worker(args.worker, args)
         return 0
+    if (problem := _problem(args)) is not None:
+        say_error(problem)
+        return _EXIT_INVALID
     console, found = Console(highlight=False), dict[str, dict[str, list[float]]]()
     for network in args.networks.split(","):
         try:

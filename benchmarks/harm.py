@@ -23,6 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.command import out_of_range, say_error
 from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.spec import write_json
@@ -35,7 +36,7 @@ _JOBS = (  # Ranks, load processes, and the share of time that each load process
     (2, 0, 0.0), (2, 1, 0.5), (2, 2, 0.7), (4, 0, 0.0), (4, 1, 1.0), (4, 2, 0.5),
 )  # fmt: skip
 _WARM_STEPS = 10
-_EXIT_FAILED = 1
+_EXIT_FAILED, _EXIT_INVALID = 1, 2
 
 
 class Load:
@@ -148,6 +149,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker is not None:
         worker(args.worker, args.mode, args.steps)
         return 0
+    problem = out_of_range(args, (("jobs", 1), ("steps", 1), ("turns", 1), ("deadline_s", 1)))
+    if problem is not None:
+        say_error(problem)
+        return _EXIT_INVALID
     console, found = Console(highlight=False), []
     for index in range(args.jobs):
         try:

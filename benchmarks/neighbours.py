@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.lab.command import out_of_range, say_error
 from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.spec import write_json
@@ -43,7 +44,8 @@ _QUOTA_CORES, _BURNERS, _PERIOD_S = 1.0, 2, 0.1  # A host's quota, its load proc
 _PHASES = ("sync", "placed", "forced")
 _DEVICE_S = 0.02  # Emulated device time of a step of the job with servers.
 _WAIT_S = 90.0  # For servers to come into force on a heavily loaded machine.
-_EXIT_FAILED, _EXIT_SKIPPED = 1, 77
+_EXIT_FAILED, _EXIT_INVALID, _EXIT_SKIPPED = 1, 2, 77
+_LEAST = (("total", 1), ("jobs", 1), ("turns", 1), ("phase_s", 0.1), ("width", 1), ("work", 0), ("deadline_s", 1))
 
 Phase = tuple[str, float, float]  # Name, begin and end; seconds of the machine's clock.
 
@@ -337,6 +339,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.worker is not None:
         _ROLES[args.role](args)
         return 0
+    if (problem := out_of_range(args, _LEAST)) is not None:
+        say_error(problem)
+        return _EXIT_INVALID
     found: dict[str, Any] = {"schema": 1, "cores": len(os.sched_getaffinity(0)), "limit": _LIMIT}
     try:
         if args.only != "neighbour":

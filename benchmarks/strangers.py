@@ -27,8 +27,10 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.lab.command import out_of_range
 from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
+from benchmarks.lab.options import check_mode
 from benchmarks.lab.spec import write_json
 from benchmarks.machine.strangers import KINDS, idle_listeners, strangers
 from benchmarks.neighbours import halves, median_in
@@ -40,6 +42,9 @@ _SETTLE_S = 1.0
 _WAIT_S = 60.0  # For the job's sockets.
 _LOOK_S = 0.05
 _EXIT_FAILED = 1
+_LEAST = (
+    ("ranks", 1), ("count", 1), ("turns", 1), ("phase_s", 0.1), ("settle_s", 0), ("work", 0), ("deadline_s", 1),
+)  # fmt: skip
 
 QUIET = "quiet"
 
@@ -222,6 +227,20 @@ def _measure(args: argparse.Namespace) -> Figures:
     return {"sockets": len(ports), "cores_of_the_job": len(mine), "kinds": found, "phases": phases}
 
 
+def _problem(args: argparse.Namespace) -> str | None:
+    """Return why no job can be measured with these options."""
+    unknown = sorted(set(args.kinds.split(",")) - set(KINDS))
+    if unknown:
+        return f"--kinds has {', '.join(unknown)}; expected some of {', '.join(KINDS)}"
+    if (problem := out_of_range(args, _LEAST)) is not None:
+        return problem
+    try:
+        check_mode(args.mode, args.ranks)
+    except ValueError as error:
+        return f"--mode: {error}"
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; exit status 1 if a crowd costs more than allowed, or a job failed."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.strangers", description=__doc__.splitlines()[0])
@@ -237,9 +256,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--deadline-s", type=float, default=600.0, help="of the job")
     parser.add_argument("--json", type=json_file, help="write all figures to this file")
     args = parser.parse_args(argv)
-    unknown = sorted(set(args.kinds.split(",")) - set(KINDS))
-    if unknown:
-        parser.error(f"--kinds has {', '.join(unknown)}; expected some of {', '.join(KINDS)}")
+    if (problem := _problem(args)) is not None:
+        parser.error(problem)
     try:
         found = _measure(args)
     except JobFailed as error:

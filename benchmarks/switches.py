@@ -16,10 +16,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.lab.command import measured
+from benchmarks.lab.command import measured, out_of_range, say_error
 from benchmarks.lab.json_option import json_file
 from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.report import progress_view
+from scheduler.plan.mode_names import parse_mode
 
 __all__ = ["holdups", "main", "walk"]
 
@@ -76,7 +77,7 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
     Raises:
         JobFailed: The job died, hung or took too long.
-        ValueError: The modes do not form a walk.
+        ValueError: The modes do not form a walk; `main` has looked.
     """
     modes = args.modes.split(";")
     path = walk(modes)
@@ -116,6 +117,22 @@ def table(summary: dict[str, Any]) -> Table:
     return made
 
 
+def _problem(args: argparse.Namespace) -> str | None:
+    """Return why no walk through the modes can be measured with these options."""
+    if (problem := out_of_range(args, (("ranks", 2), ("device_ms", 0), ("width", 1)))) is not None:
+        return problem
+    try:
+        walk(args.modes.split(";"))
+        for mode in args.modes.split(";"):
+            plan = parse_mode(mode, args.ranks)
+            if plan is None or plan.label != mode:  # Its steps would not be found under this name.
+                name = "a fixed mode" if plan is None else plan.label
+                return f"--modes has {mode!r}; expected {name}"
+    except ValueError as error:
+        return f"--modes: {error}"
+    return None
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure once and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.switches", description=__doc__)
@@ -125,8 +142,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--width", type=int, default=256, help="of the network's hidden layer")
     parser.add_argument("--json", type=json_file, help="write all figures to this file")
     args = parser.parse_args(argv)
+    if (problem := _problem(args)) is not None:
+        say_error(problem)
+        return 2
     console = Console()
-    summary = measured(measure, args, console, ValueError)
+    summary = measured(measure, args, console)
     if summary is None:
         return 1
     console.print(table(summary))
