@@ -48,10 +48,10 @@ def _train(spec: dict[str, Any], network: Network) -> dict[str, Any]:
 
 
 def measure(spec: dict[str, Any], network: Network, repeats: int) -> dict[str, Any]:
-    """Alternate between without and with; return medians over the repeats."""
+    """Alternate between without and with, and which one is first; return medians over the repeats."""
     runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
-    for _ in range(repeats):
-        for background in (False, True):
+    for turn in range(repeats):
+        for background in runs if turn % 2 == 0 else reversed(runs):
             runs[background].append(_train({**spec, "background": background}, network))
     step_s = {each: statistics.median(run["step_s"] for run in found) for each, found in runs.items()}
     # In `local` most steps wait for nothing. With servers every step waits, so the baseline is the device time alone.
@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--slow-link", type=float, default=1.0, help="the last link is so many times slower")
     parser.add_argument("--no-sets", action="store_true", help="Horovod has no process sets")
-    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=2, help="runs of each setting; even: each is first in half")
     parser.add_argument("--json", type=json_file)
     options = parser.parse_args(argv)
     if (problem := _problem(options)) is not None:

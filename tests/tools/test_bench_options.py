@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.background import main as background
+from benchmarks.background import measure
 from benchmarks.lab.launch import JobFailed
 from benchmarks.switches import main as switches
 
@@ -86,3 +87,16 @@ def test_the_cells_before_one_that_fails_are_kept(monkeypatch: pytest.MonkeyPatc
     out = tmp_path / "background.json"
     assert background(["--mbytes=1", "--json", str(out)]) == 1
     assert [cell["mode"] for cell in json.loads(out.read_text())["cells"]] == ["local(8)"]
+
+
+def test_each_setting_is_first_in_every_other_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what a machine does over time (it warms up, another job starts) would count for one of them."""
+    order: list[bool] = []
+
+    def train(spec: dict[str, Any], _: Any) -> dict[str, Any]:
+        order.append(spec["background"])
+        return {"step_s": 0.1, "median_step_s": 0.1, "plans": []}
+
+    monkeypatch.setattr("benchmarks.background._train", train)
+    measure({"mode": "ps(3)", "compute_s": 0.1}, SimpleNamespace(), 4)  # type: ignore[arg-type]
+    assert order == [False, True, True, False] * 2
