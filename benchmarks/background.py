@@ -30,12 +30,12 @@ from benchmarks.lab.spec import write_json
 from benchmarks.machine.netns import Network, NetworkError
 from benchmarks.machine.netns_launch import netns_command, write_plan
 
-__all__ = ["main", "measure"]
+__all__ = ["main", "measure", "train"]
 
 DEADLINE_S = 240.0
 
 
-def _train(spec: dict[str, Any], network: Network) -> dict[str, Any]:
+def train(spec: dict[str, Any], network: Network) -> dict[str, Any]:
     """Run one training of one cell and return what its first rank measured."""
     with tempfile.TemporaryDirectory(prefix="star-background-") as name:
         folder = Path(name)
@@ -52,7 +52,7 @@ def measure(spec: dict[str, Any], network: Network, repeats: int) -> dict[str, A
     runs: dict[bool, list[dict[str, Any]]] = {False: [], True: []}
     for turn in range(repeats):
         for background in runs if turn % 2 == 0 else reversed(runs):
-            runs[background].append(_train({**spec, "background": background}, network))
+            runs[background].append(train({**spec, "background": background}, network))
     step_s = {each: statistics.median(run["step_s"] for run in found) for each, found in runs.items()}
     # In `local` most steps wait for nothing. With servers every step waits, so the baseline is the device time alone.
     idle_s = min(run["median_step_s"] for run in runs[False]) if "local" in spec["mode"] else spec["compute_s"]

@@ -83,7 +83,7 @@ def test_the_cells_before_one_that_fails_are_kept(monkeypatch: pytest.MonkeyPatc
         return {"step_s": 0.1, "median_step_s": 0.1, "plans": [["local(8)", 0]]}
 
     monkeypatch.setattr("benchmarks.background.Network", network)
-    monkeypatch.setattr("benchmarks.background._train", train)
+    monkeypatch.setattr("benchmarks.background.train", train)
     out = tmp_path / "background.json"
     assert background(["--mbytes=1", "--json", str(out)]) == 1
     assert [cell["mode"] for cell in json.loads(out.read_text())["cells"]] == ["local(8)"]
@@ -97,6 +97,6 @@ def test_each_setting_is_first_in_every_other_repeat(monkeypatch: pytest.MonkeyP
         order.append(spec["background"])
         return {"step_s": 0.1, "median_step_s": 0.1, "plans": []}
 
-    monkeypatch.setattr("benchmarks.background._train", train)
+    monkeypatch.setattr("benchmarks.background.train", train)
     measure({"mode": "ps(3)", "compute_s": 0.1}, SimpleNamespace(), 4)  # type: ignore[arg-type]
     assert order == [False, True, True, False] * 2
