@@ -33,8 +33,8 @@ def check_accuracy(accuracy: Any) -> str:
     """
     if accuracy not in ("exact", "bounded"):
         raise ValueError(
-            f"accuracy is {accuracy!r}; expected 'exact' (auto chooses only sync and sync(balanced)) or 'bounded' "
-            "(all modes); the environment variable STAR_ACCURACY goes before the argument"
+            f"accuracy is {accuracy!r}; expected 'exact' (auto chooses only sync, sync(balanced) and sync(steal)) or "
+            "'bounded' (all modes); the environment variable STAR_ACCURACY goes before the argument"
         )
     return str(accuracy)
 

@@ -1,4 +1,4 @@
-"""What the argument `overlap` and the variable `STAR_OVERLAP` may say."""
+"""What the arguments `overlap` and `accuracy` and their variables may say."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from star_hvd.wrapper.arguments import check_overlap
+from star_hvd.wrapper.arguments import check_accuracy, check_overlap
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,8 @@ def test_the_environment_goes_first(chosen: str | None, given: Any, wanted: Any)
 def test_anything_else_is_refused(chosen: str | None, given: Any) -> None:
     with pytest.raises(ValueError, match="expected True, False or 'auto'"):
         check_overlap(chosen, given)
+
+
+def test_the_refusal_of_an_accuracy_names_all_exact_modes_of_auto() -> None:
+    with pytest.raises(ValueError, match=r"only sync, sync\(balanced\) and sync\(steal\)"):
+        check_accuracy("exactly")
