@@ -43,6 +43,7 @@ from horovod.torch import (
 
 from scheduler.records import Plan, PlanError
 from star_hvd import elastic
+from star_hvd.build_check import BuildMismatchError
 from star_hvd.compression import Compression
 from star_hvd.config import Config
 from star_hvd.errors import (
@@ -96,6 +97,7 @@ from star_hvd.wrapper.batch_norm import SyncBatchNorm
 __all__ = [
     "Adasum",
     "Average",
+    "BuildMismatchError",
     "ChannelError",
     "Compression",
     "Config",
