@@ -46,8 +46,8 @@ help:
 	@echo "make lock    resolve anew: requirements.lock, every archive with its hash"
 	@echo "make lint    ruff and mypy alone"
 	@echo "make docs    the pages of docs/ and the API reference, as a site in site/"
-	@echo "make bench   the benchmarks; tables and figures in benchmarks/out"
-	@echo "make clean   remove the environment, caches and build results"
+	@echo "make bench   overhead and time to accuracy; tables here, figures as JSON in benchmarks/out"
+	@echo "make clean   remove the environment, caches and build results; benchmarks/out stays"
 
 setup: $(STAMP)
 
@@ -105,5 +105,5 @@ bench: setup
 	$(BIN)/python -m benchmarks.tta --json benchmarks/out/tta.json
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis benchmarks/out
+	rm -rf $(VENV) $(DOCS_VENV) site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -63,3 +63,15 @@ def test_the_environment_has_the_stamp_of_its_last_setup_only(tmp_path: Path) ->
     assert setup("torch==0", "train") == (2, "torch==0 train")
     assert not list((tmp_path / "venv").glob(".setup-*"))
     assert setup("torch==2", "train") == (0, "torch==2 train"), "the failed set-up may have changed anything"
+
+
+def test_clean_leaves_the_measured_figures(tmp_path: Path) -> None:
+    """They are hours of measuring, with the record of what was measured for which version."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    kept, removed = tmp_path / "benchmarks/out/report_all/figures.json", tmp_path / "benchmarks/__pycache__/x.pyc"
+    for path in (kept, removed):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    subprocess.run(["make", "clean"], cwd=tmp_path, env=environment, capture_output=True, check=True, timeout=60)
+    assert kept.exists() and not removed.exists()
