@@ -79,7 +79,7 @@ def run_job(
     """
     environment = {name: value for name, value in os.environ.items() if name not in _OVERRIDES}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    environment.setdefault("STAR_RUN_LOG", "0")  # A log sender per training would use the cores that are measured.
+    environment["STAR_RUN_LOG"] = "0"  # A log sender per training would use the cores that are measured.
     environment.update(added_environment or {})
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(

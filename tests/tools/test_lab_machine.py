@@ -247,7 +247,7 @@ class TestQuota:
             assert (made / "cpu.max").read_text() == "25000 100000"
 
 
-def _job(tmp_path: Path, source: str, **options: float) -> list[dict[str, Any]]:
+def _job(tmp_path: Path, source: str, **options: Any) -> list[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
     limits = {"deadline_s": 120.0, "stall_s": 100.0, **options}
     run_job([sys.executable, "-c", source], tmp_path, on_progress=seen.append, **limits)
@@ -265,8 +265,12 @@ class TestDriver:
         monkeypatch.setenv("STAR_MODEL", "cost_model")
         monkeypatch.setenv("STAR_RUN_LOG", "1")
         names = "{k: v for k, v in os.environ.items() if k.startswith('STAR_')}"
-        (seen,) = _job(tmp_path, f"import json, os; print('@progress', json.dumps({names}))")
-        assert not {"STAR_MODE", "STAR_MODEL"} & set(seen) and seen["STAR_RUN_LOG"] == "1"
+        source = f"import json, os; print('@progress', json.dumps({names}))"
+        (seen,) = _job(tmp_path, source)
+        assert not {"STAR_MODE", "STAR_MODEL"} & set(seen)
+        assert seen["STAR_RUN_LOG"] == "0", "star_hvd alone would have its sender beside it"
+        (asked,) = _job(tmp_path, source, added_environment={"STAR_RUN_LOG": "1"})
+        assert asked["STAR_RUN_LOG"] == "1"
 
     def test_a_worker_that_dies_is_reported_with_its_last_lines(self, tmp_path: Path) -> None:
         source = "import sys; print('@progress {broken'); print('the reason'); sys.exit(3)"
