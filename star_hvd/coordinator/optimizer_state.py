@@ -685,18 +685,25 @@ class OptimizerState:
         """Form new groups, if the user gave none, after the same others were better for `_REGROUP_AFTER` decisions.
 
         In `grouped` they must be better by `_REGROUP_GAIN`, since of equally fast ranks noise always makes some others
-        best; fewer groups are better because of their lower staleness.
+        best; fewer groups are better because of their lower staleness. For the same reason others that stay better by
+        so much need not be the best ones in each decision.
         """
         wanted = self._wanted
         if wanted is None or wanted.groups or self.active.mode != wanted.mode or not self.active.groups:
             return
         best = self._resolve(wanted).groups
-        better = {frozenset(group) for group in best} != {frozenset(group) for group in self.active.groups}
-        if better and wanted.mode == "grouped" and len(best) >= len(self.active.groups):
-            better = groups_gain(best, self.active.groups, self.history.usual_s()) > _REGROUP_GAIN
-        if not better or best != self._better_groups:
+        if not self._are_better(self._better_groups, best):
             self._better_groups, self._preferred = best, 0
-        self._preferred += better
+        self._preferred += self._are_better(self._better_groups, best)
         if self._preferred >= _REGROUP_AFTER:
             self._preferred = 0
             self.publish(wanted.replace(reason="other ranks are alike by now"), now_s)
+
+    def _are_better(self, groups: tuple[tuple[int, ...], ...], best: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether groups, with equally many as the best ones of a decision, are to replace the active ones."""
+        active = self.active.groups
+        if len(groups) != len(best) or {frozenset(group) for group in groups} == {frozenset(g) for g in active}:
+            return False
+        if self.active.mode != "grouped" or len(groups) < len(active):
+            return groups == best
+        return groups_gain(groups, active, self.history.usual_s()) > _REGROUP_GAIN

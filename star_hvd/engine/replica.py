@@ -336,19 +336,20 @@ class Replica:
                 a step has yet to use them.
         """
         with self.apply_lock:
-            with self.lock:
-                behind = self._shadow is not None or bool(self.queue)
-            keeping = self.applier.keeping_gradients() if behind and not show_mean else contextlib.nullcontext()
-            with keeping:
-                self._take_shadow_over()
-                if self._set_aside:
-                    with self.lock:
-                        if self.queue and self.state is ReplicaState.REPLAYABLE:
-                            self.cannot_replay()
-                while self._apply_next():
-                    pass
-            if behind:
+            while self._is_behind():  # A step may end meanwhile.
+                keeping = contextlib.nullcontext() if show_mean else self.applier.keeping_gradients()
+                with keeping:
+                    self._take_shadow_over()
+                    while not self._set_aside and self._apply_next():
+                        pass
                 self.written()  # Buffers too, since the last of these steps.
+
+    def _is_behind(self) -> bool:
+        """Whether the training thread has something to take over or to apply; nothing is applied to loaded values."""
+        with self.lock:
+            if self._shadow is None and self._set_aside and self.queue and self.state is ReplicaState.REPLAYABLE:
+                self.cannot_replay()
+            return self._shadow is not None or (bool(self.queue) and self.state is ReplicaState.REPLAYABLE)
 
     def discard_average(self) -> None:
         """Note that the program has loaded other values since the pending averaging, which are not to be replaced.

@@ -537,7 +537,7 @@ class StepDriver:
         """
         for _ in range(_MODES_BEHIND):
             self.switcher.leave()
-            self.local.take_over()
+            self.local.take_over(show_mean=show_mean)
             if self.switcher.needs_state:
                 self._catch_up(show_mean=show_mean)
             self.switcher.enter()

@@ -273,8 +273,12 @@ class LocalSteps:
         if not self.over:
             self.average()
 
-    def take_over(self) -> None:
-        """Use an averaging that ended without the calling training thread; one in flight is waited for first."""
+    def take_over(self, *, show_mean: bool = False) -> None:
+        """Use an averaging that ended without the calling training thread; one in flight is waited for first.
+
+        Args:
+            show_mean: Of steps that ended since, see `Replica.catch_up`.
+        """
         engine = self._engine
         with engine.lock:  # The helper has a deadline, and fails the engine past it.
             while engine.helper_averages() and engine.failure is None:
@@ -287,7 +291,8 @@ class LocalSteps:
         found = self._completed_by_helper
         if self._use(self._write_live) and found is not None and found[2] is None:
             self._steps, self._began_s = 0, time.monotonic()
-        self._engine.replica.catch_up()  # The helper may have written it to a shadow, with later steps replayed on it.
+        # The helper may have written it to a shadow, with later steps replayed on it.
+        self._engine.replica.catch_up(show_mean=show_mean)
 
     def _join_late(self) -> None:
         """Add to a mean of the others what this rank would have contributed, for this rank only.

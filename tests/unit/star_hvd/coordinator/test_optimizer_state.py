@@ -89,12 +89,13 @@ def test_batch_shares_that_change_for_days_are_one_plan() -> None:
 
 def regroupings(wanted: Plan, first_s: list[float], later_s: Callable[[float], list[float]]) -> list[Any]:
     """Groups published after a plan whose groups were formed from `first_s` came into force, in 120 decisions."""
-    job, heard = Job(4), []
-    for rank in range(4):
-        heard += job.say(rank, m.Register(0, Plan.sync(4).to_dict(), wanted.to_dict()))
+    ranks, heard = len(first_s), []
+    job = Job(ranks)
+    for rank in range(ranks):
+        heard += job.say(rank, m.Register(0, Plan.sync(ranks).to_dict(), wanted.to_dict()))
         job.engine.history.usual_s = lambda: first_s
     (published,) = only(heard, m.PlanMessage)
-    for rank in range(4):
+    for rank in range(ranks):
         job.arrive(rank, 5, plan_id=published.plan["epoch"])
     assert job.engine.active.mode == wanted.mode
     began_s = job.now_s
@@ -122,6 +123,13 @@ def test_groups_that_would_be_much_faster_are_formed_once_they_stay_so() -> None
     dynamic = Plan.ps(4, 1, rule="groups")
     assert regroupings(dynamic, [1.0] * 4, lambda past_s: slow[0])[0] == [[0], [1, 2, 3]]
     assert not regroupings(dynamic, [1.0] * 4, lambda past_s: slow[int(past_s) // 5 % 2]), "each time others"
+
+
+def test_a_rank_that_becomes_slow_gets_its_group_though_noise_divides_the_others_anew_each_time() -> None:
+    chance = random.Random(2)
+    slow = [1.0] * 5 + [4.0, 1.0, 1.0]
+    found = regroupings(Plan.grouped(8, 3), [1.0] * 8, lambda past_s: [s * chance.uniform(0.97, 1.03) for s in slow])
+    assert found and [5] in found[0]
 
 
 def test_a_group_that_is_not_needed_any_more_is_given_up() -> None:

@@ -37,7 +37,7 @@ def driver(engine: Any, *, needs_state: Any = lambda: True, state_for: Any = Non
             return state_for()
 
     made.switcher = cast(Any, Switcher())
-    made.local = cast(Any, SimpleNamespace(take_over=lambda: None))
+    made.local = cast(Any, SimpleNamespace(take_over=lambda **how: None))
     return made
 
 
@@ -51,8 +51,10 @@ def test_only_a_step_that_the_rank_was_late_for_leaves_the_others_mean_as_its_gr
         return True
 
     engine = SimpleNamespace(next_step=3, step=2, catch_up=catch_up, note_joined=lambda: None)
-    driver(engine).end_of_step(was_late=was_late)
-    assert asked == [was_late]
+    made = driver(engine)
+    made.local = cast(Any, SimpleNamespace(take_over=lambda *, show_mean: asked.append(show_mean)))
+    made.end_of_step(was_late=was_late)
+    assert asked == [was_late, was_late]
 
 
 def test_a_rank_stops_fetching_a_state_that_a_change_of_mode_made_superfluous() -> None:
@@ -130,7 +132,7 @@ def test_local_steps_are_not_averaged_where_other_values_are_in_the_parameters_p
         def __init__(self) -> None:
             """Without an engine."""
 
-        def take_over(self) -> None:
+        def take_over(self, *, show_mean: bool = False) -> None:
             """Nothing has ended without it."""
 
         def catch_up(self) -> None:
