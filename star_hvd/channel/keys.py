@@ -27,7 +27,7 @@ from star_hvd import env
 from star_hvd.channel.closing import CLOSE_S, close_within
 from star_hvd.channel.connection_filter import loopback_source, resolve, route
 from star_hvd.channel.handshake_limiter import DATA_BYTES, HandshakeLimiter, set_limits
-from star_hvd.errors import ChannelError
+from star_hvd.errors import StarError
 
 __all__ = ["JobKey", "KeyPair", "Keyring", "Peer", "PrivateFolder", "own_address"]
 
@@ -64,7 +64,8 @@ def own_address(*, single_host: bool) -> str:
     and Debian's `/etc/hosts` maps the host name to 127.0.1.1, where other hosts would reach themselves.
 
     Raises:
-        ChannelError: `STAR_HOST` is another host's, the interface has no IPv4 address, or no address can be chosen.
+        StarError: `STAR_HOST` is another host's, the interface has no IPv4 address, or no address can be chosen. It is
+            no `ChannelError`: an elastic job would take it for a lost rank and try again with the same settings.
     """
     if chosen := env.host():
         return _checked(chosen)
@@ -75,7 +76,7 @@ def own_address(*, single_host: bool) -> str:
         for address in psutil.net_if_addrs().get(interface, []):
             if address.family == socket.AF_INET:
                 return str(address.address)
-        raise ChannelError(
+        raise StarError(
             f"network interface {interface!r} has no IPv4 address; set STAR_INTERFACE to one of "
             f"{sorted(psutil.net_if_addrs())} or STAR_HOST to this host's address"
         )
@@ -88,7 +89,7 @@ def _checked(chosen: str) -> str:
     known = {str(each.address) for found in psutil.net_if_addrs().values() for each in found}
     if chosen in known or _is_loopback(chosen):  # Every address in 127/8 is this host, whatever is listed.
         return chosen
-    raise ChannelError(
+    raise StarError(
         f"STAR_HOST is {chosen}, which is no address of host {socket.gethostname()}; set it per host, not for all, or "
         f"STAR_INTERFACE to one of {sorted(psutil.net_if_addrs())}"
     )
@@ -125,7 +126,7 @@ def _only_address(named: str | None) -> str:
     found = sorted(each for each in addresses if not _is_loopback(each))
     if len(found) != 1:
         has = f"the loopback address {named}, which other hosts cannot reach" if named else "no IPv4 address"
-        raise ChannelError(
+        raise StarError(
             f"the name of this host, {socket.gethostname()!r}, has {has}, and its interfaces have "
             f"{found or 'no other address'}; set STAR_INTERFACE to one of {sorted(psutil.net_if_addrs())} or STAR_HOST "
             "to this host's address"

@@ -5,7 +5,7 @@ Also what the state continues from when hosts were added or removed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,8 @@ from horovod.torch import elastic as horovod_elastic
 from horovod.torch.elastic import sampler
 
 from star_hvd import elastic
-from star_hvd.errors import RankLostError
+from star_hvd.channel.keys import own_address
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.loader import ShardLoader
 from star_hvd.runtime import runtime
 
@@ -259,3 +260,32 @@ def test_a_state_that_cannot_be_fetched_at_a_change_of_hosts_is_that_of_this_ran
     vars(job.optimizer).update(_star=local, _star_wrapped=lambda: job.optimizer, state_dict=lost)
     _interrupted(monkeypatch, job.state, HostsUpdatedInterrupt)
     assert job.restored() == (7, 7, 7, 7)
+
+
+# ---- what ends the job, and what only a world ---------------------------------------------------------------------
+
+
+def _run_once(monkeypatch: pytest.MonkeyPatch, function: Callable[[Any], object]) -> None:
+    """Train as an elastic job does in one world."""
+    monkeypatch.setattr(horovod_elastic, "run", lambda decorated: decorated)
+    elastic.run(function)(SimpleNamespace(register_reset_callbacks=lambda callbacks: None))
+
+
+@pytest.mark.parametrize("kind", [ChannelError, DeadlineError])
+def test_a_failure_of_the_channel_is_a_lost_rank(monkeypatch: pytest.MonkeyPatch, kind: type[StarError]) -> None:
+    def fails(state: Any) -> None:
+        raise kind("rank 1 is unreachable")
+
+    with pytest.raises(RankLostError, match=f"{kind.__name__}: rank 1 is unreachable"):
+        _run_once(monkeypatch, fails)
+
+
+@pytest.mark.parametrize(("name", "value"), [("STAR_HOST", "198.51.100.1"), ("STAR_INTERFACE", "nosuch0")])
+def test_a_wrong_address_in_the_settings_is_no_lost_rank(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    """Horovod would form one world after the other with the same settings."""
+    monkeypatch.delenv("STAR_HOST", raising=False)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(StarError, match=rf"{name} is {value}|'{value}' has no IPv4 address"):
+        _run_once(monkeypatch, lambda state: own_address(single_host=False))

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from star_hvd.channel.keys import Keyring, Peer, own_address
-from star_hvd.errors import ChannelError
+from star_hvd.errors import StarError
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STAR_INTERFACE", "lo")
     assert "lo" not in psutil.net_if_addrs() or own_address(single_host=False) == "127.0.0.1"
     monkeypatch.setenv("STAR_INTERFACE", "nosuch0")
-    with pytest.raises(ChannelError, match="'nosuch0' has no IPv4 address; set STAR_INTERFACE to one of"):
+    with pytest.raises(StarError, match="'nosuch0' has no IPv4 address; set STAR_INTERFACE to one of"):
         own_address(single_host=False)
 
 
@@ -113,7 +113,7 @@ def test_an_address_set_for_the_host_has_to_be_its_own(monkeypatch: pytest.Monke
         assert own_address(single_host=True) == own_address(single_host=False) == own
     monkeypatch.setenv("STAR_HOST", "10.1.2.4")
     said = "STAR_HOST is 10.1.2.4, which is no address of host host-b; set it per host, .*STAR_INTERFACE to .*eth0"
-    with pytest.raises(ChannelError, match=said):
+    with pytest.raises(StarError, match=said):
         own_address(single_host=False)
 
 
@@ -173,7 +173,7 @@ def test_a_host_without_one_address_for_others_asks_for_it(
     monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]]
 ) -> None:
     Host(monkeypatch, LO | addresses, routed=None, named="127.0.1.1")
-    with pytest.raises(ChannelError, match="loopback address 127.0.1.1, .* set STAR_INTERFACE to one of .* STAR_HOST"):
+    with pytest.raises(StarError, match="loopback address 127.0.1.1, .* set STAR_INTERFACE to one of .* STAR_HOST"):
         own_address(single_host=False)
 
 
@@ -197,7 +197,7 @@ def test_a_host_whose_name_has_no_address_is_found_by_its_others(
         assert own_address(single_host=False) == expected
     Host(monkeypatch, LO, routed=None, named="")
     monkeypatch.setattr(socket, "gethostbyname", unresolved)
-    with pytest.raises(ChannelError, match="has no IPv4 address, and its interfaces have no other address; set STAR_"):
+    with pytest.raises(StarError, match="has no IPv4 address, and its interfaces have no other address; set STAR_"):
         own_address(single_host=False)
 
 
