@@ -166,7 +166,7 @@ class BucketCore:
         self._result: Result | None = None
         self._outcome, self.whole_step = "", False
         self._in_groups = StateInGroups(base)
-        self._states_to_check = 0 if replayable(base) else _WATCHED_STEPS
+        self._states_to_check = _states_to_check(base)
         self._applying = False  # Whether the user's optimizer or its step hooks run.
         self.buckets: list[Bucket] = []
         self.wire = LossyWire(self.buckets) if lossy else None  # Belongs to the optimizer, so it outlives a world.
@@ -653,10 +653,10 @@ class BucketCore:
 
     def _pin_if_unsendable(self) -> None:
         """Stay in `sync` if the optimizer's state cannot be sent: a late rank would ask for it until its deadline."""
-        if not self._states_to_check:
+        state = self._inner.state
+        if not self._states_to_check or not state:  # There is none while servers make the steps.
             return
         self._states_to_check -= 1
-        state = self._inner.state
         entries = ((key, unsendable(value)) for param in self._where for key, value in state.get(param, {}).items())
         found = next(((key, reason) for key, reason in entries if reason), None)
         if found is not None and self.driver.engine.agreement.pinned is None:
@@ -784,12 +784,18 @@ class BucketCore:
             self._overlap = None
         self._reset()
         self._result, self._outcome = None, ""
+        self._states_to_check = _states_to_check(self.base)  # What is pinned ended with the old world.
         same_on_all_ranks([param for bucket in self.buckets for param in bucket.params], self._names, ordered=True)
         self._attached = run, self._attach(run)
 
 
 def _trainable(groups: Sequence[dict[str, Any]]) -> list[torch.nn.Parameter]:
     return [param for group in groups for param in group["params"] if param.requires_grad]
+
+
+def _states_to_check(base: type[torch.optim.Optimizer]) -> int:
+    """Return behind how many steps of a world the state is looked at: none if no other rank needs it."""
+    return 0 if replayable(base) else _WATCHED_STEPS
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer, kind: str) -> bool:

@@ -190,9 +190,13 @@ class Stepping:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.SGD] = torch.optim.SGD) -> None:
         hooked = Hooked(monkeypatch, lambda bucket: None, kind=kind)
         self.core, self.inner, self.hooked = hooked.core, hooked.inner, hooked
-        self.driver, self.engine = self.core.driver, self.core.driver.engine
         self.caught_up: list[bool] = []
         self.ending = False
+        self.connect(monkeypatch)
+
+    def connect(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Have the steps end in the world that the core is attached to."""
+        self.driver, self.engine = self.core.driver, self.core.driver.engine
         driver: Any = self.driver
         driver.arrive = lambda *, manual: True
         driver.complete = lambda: Result(self.engine.step, [b.flat for b in self.core.buckets], None)
@@ -357,6 +361,28 @@ def test_an_optimizer_whose_state_cannot_be_sent_is_pinned(
         rank.apply()
     assert len(reasons) == (reason is not None)
     assert all(str(reason) in text and "Remembering" in text for text in reasons)
+
+
+def test_an_optimizer_whose_state_cannot_be_sent_is_pinned_in_every_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An elastic reset makes a driver that knows of nothing, and servers may make the first steps in its world."""
+    monkeypatch.setattr(Remembering, "kept", [1.0], raising=False)
+    rank = Stepping(monkeypatch, Remembering)
+    monkeypatch.setattr(bucket_core, "same_on_all_ranks", lambda params, names, ordered=False: params)
+    monkeypatch.setattr(StepDriver, "step_in_mode", lambda self, *, skip: None)
+    at_servers: Any = SimpleNamespace(over=False, give=lambda bucket: None)
+    for world, modes in enumerate([[None], [None], [at_servers, None]]):
+        reasons: list[str] = []
+        monkeypatch.setattr(rank.driver, "pin", reasons.append)
+        rank.inner.state.clear()
+        for mode in modes:
+            rank.driver.switcher.active_mode = mode  # type: ignore[misc]
+            for _ in range(3):
+                rank.backward()
+                rank.core.synchronize(manual=False)
+                rank.apply()
+        assert reasons and all("'kept' is a list" in text for text in reasons), world
+        rank.core.restart(Run(lambda bucket: None))  # type: ignore[arg-type]
+        rank.connect(monkeypatch)
 
 
 # ---- step hooks that change gradients or parameters ---------------------------------------------------------------
