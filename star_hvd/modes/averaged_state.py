@@ -15,7 +15,7 @@ import torch
 
 from star_hvd.engine.buckets import Bucket
 
-__all__ = ["gather_rest", "mean_of_rest", "move_to_mean", "put_rest", "shaped_keys", "shaped_values"]
+__all__ = ["gather_rest", "mean_of_rest", "move_to_mean", "put_rest", "shaped_keys", "shaped_values", "unaveraged"]
 
 State = Mapping[Any, MutableMapping[str, Any]]
 
@@ -42,7 +42,23 @@ def _in_rest(param: torch.Tensor, value: Any) -> bool:
         return isinstance(value, (int, float)) and not isinstance(value, bool)
     if value.is_floating_point():
         return not _shaped(param, value)
-    return not value.shape and not value.is_complex() and value.dtype != torch.bool
+    return _whole_number(value)
+
+
+def _whole_number(value: torch.Tensor) -> bool:
+    kept = value.is_floating_point() or value.is_complex() or value.dtype == torch.bool
+    return not value.shape and not kept
+
+
+def unaveraged(value: Any) -> str:
+    """Return why a tensor of an optimizer's state stays each rank's own in `local`, empty if it is averaged.
+
+    Other values are numbers, which are averaged, or settings: `bool`, `str` and None.
+    """
+    if not isinstance(value, torch.Tensor) or value.is_floating_point() or _whole_number(value):
+        return ""
+    shape = list(value.shape)
+    return f"is a {value.dtype} tensor of shape {shape}; expected floating-point tensors or single numbers"
 
 
 def _rest(buckets: Sequence[Bucket], state: State) -> Iterator[tuple[MutableMapping[str, Any], str, int]]:

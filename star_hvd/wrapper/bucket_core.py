@@ -28,6 +28,7 @@ from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
 from star_hvd.input.microbatches import MicrobatchInHand
+from star_hvd.modes.averaged_state import unaveraged
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
 from star_hvd.telemetry.step_timeline import StepTimeline, TimedCollective
@@ -61,6 +62,7 @@ _IN_GROUPS = (
     "different numbers of steps"
 )
 _UNSENDABLE = "the state of {} cannot be sent to a rank that is late: its entry '{}' {}"
+_UNAVERAGED = "the state of {} cannot be averaged in local, and would differ between ranks: its entry '{}' {}"
 _WATCHED_STEPS = 2  # Own steps behind which the optimizer's state is looked at: the first may not have all of it.
 _cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # All of this process; used by the training thread.
 
@@ -652,15 +654,22 @@ class BucketCore:
         self._pin_if_unsendable()
 
     def _pin_if_unsendable(self) -> None:
-        """Stay in `sync` if the optimizer's state cannot be sent: a late rank would ask for it until its deadline."""
+        """Stay in `sync` if the optimizer's state cannot be sent: a late rank would ask for it until its deadline.
+
+        Also if `local` is possible, which would leave a part of it each rank's own.
+        """
         state = self._inner.state
         if not self._states_to_check or not state:  # There is none while servers make the steps.
             return
         self._states_to_check -= 1
-        entries = ((key, unsendable(value)) for param in self._where for key, value in state.get(param, {}).items())
-        found = next(((key, reason) for key, reason in entries if reason), None)
-        if found is not None and self.driver.engine.agreement.pinned is None:
-            self.driver.pin(_UNSENDABLE.format(self.base.__name__, *found))
+        checks = [(_UNSENDABLE, unsendable)]
+        if not self._exact and (self._plan is None or self._plan.mode == "local"):
+            checks.append((_UNAVERAGED, unaveraged))
+        entries = [entry for param in self._where for entry in state.get(param, {}).items()]
+        found = ((text, key, check(value)) for text, check in checks for key, value in entries)
+        text, key, reason = next((each for each in found if each[-1]), ("", "", ""))
+        if reason and self.driver.engine.agreement.pinned is None:
+            self.driver.pin(text.format(self.base.__name__, key, reason))
 
     def _watch_program(self) -> None:
         """Watch for the program's own writes to parameters from here on, if they matter."""

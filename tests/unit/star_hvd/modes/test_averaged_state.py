@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from star_hvd.engine.buckets import pack
-from star_hvd.modes.averaged_state import gather_rest, mean_of_rest, move_to_mean, put_rest, shaped_keys
+from star_hvd.modes.averaged_state import gather_rest, mean_of_rest, move_to_mean, put_rest, shaped_keys, unaveraged
 from tests.support.device_world import running
 from tests.support.fake_device import CUDA0
 
@@ -26,6 +27,20 @@ def test_what_has_the_parameters_shape_and_what_is_the_rest() -> None:
     )  # fmt: skip
     assert shaped_keys(buckets[0], state) == ["moment"]
     assert gather_rest(buckets, state).tolist() == [5.0, 1.0, 2.0, 0.5, 7.0, 9.0, 1.0]  # count, row, scale, step, ticks
+
+
+@pytest.mark.parametrize(("value", "reason"), [
+    (torch.zeros(3, dtype=torch.uint8), r"is a torch.uint8 tensor of shape \[3\]; expected"),
+    (torch.zeros(1, dtype=torch.int64), "torch.int64"), (torch.tensor(True), "torch.bool"),
+    (torch.zeros(3, dtype=torch.bool), "torch.bool"), (torch.tensor(5), None), (torch.zeros(2), None),
+    (torch.tensor(0.5), None), (3, None), (True, None), ("x", None), (None, None),
+])  # fmt: skip
+def test_what_stays_each_ranks_own(value: Any, reason: str | None) -> None:
+    assert re.search(reason, unaveraged(value)) if reason else unaveraged(value) == ""
+    if isinstance(value, torch.Tensor):
+        buckets, state = one_parameter(kept=value)
+        averaged = shaped_keys(buckets[0], state) or len(gather_rest(buckets, state)) > 1
+        assert bool(averaged) == (reason is None)
 
 
 def test_a_parameter_without_state_leaves_the_layout_as_it_is() -> None:

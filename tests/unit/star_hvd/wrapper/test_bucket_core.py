@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import pytest
 import torch
 from horovod.torch import mpi_ops
 
+from scheduler.plan.mode_names import parse_mode
 from scheduler.records import Plan
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier
@@ -58,6 +60,8 @@ class Hooked:
         give: Gets a bucket that is full.
         device: The device of the parameters, None for the host.
         kind: The optimizer's class.
+        plan: The user's plan.
+        exact: Whether `auto` may choose only exact modes.
 
     Attributes:
         pair: The two parameters of the first bucket.
@@ -69,6 +73,8 @@ class Hooked:
         give: Callable[[Bucket], None],
         device: FakeDevice | None = None,
         kind: type[torch.optim.SGD] = torch.optim.SGD,
+        plan: Plan | None = None,
+        exact: bool = False,
     ) -> None:
         place = torch.device("cpu") if device is None else CUDA0
         params = [torch.nn.Parameter(torch.zeros(3, device=place)) for _ in range(8)]  # Four buckets.
@@ -84,7 +90,7 @@ class Hooked:
         run: Any = Run(give)
         self.core = BucketCore(
             self.inner, kind, wrapped=weakref.ref(self.inner), passes=1, scale_by_ranks=False, fp16=False,
-            sparse_as_dense=False, plan=None, run=run, config=Config(), names={}, max_grad_norm=None,
+            sparse_as_dense=False, plan=plan, exact=exact, run=run, config=Config(), names={}, max_grad_norm=None,
         )  # fmt: skip
         self.pair = self.core.buckets[0].params
         assert len(self.pair) == 2
@@ -187,8 +193,10 @@ class Stepping:
         caught_up: Per call that brings the parameters to others' steps whether that is the end of this rank's own.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.SGD] = torch.optim.SGD) -> None:
-        hooked = Hooked(monkeypatch, lambda bucket: None, kind=kind)
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, kind: type[torch.optim.SGD] = torch.optim.SGD, **settings: Any
+    ) -> None:
+        hooked = Hooked(monkeypatch, lambda bucket: None, kind=kind, **settings)
         self.core, self.inner, self.hooked = hooked.core, hooked.inner, hooked
         self.caught_up: list[bool] = []
         self.ending = False
@@ -343,12 +351,13 @@ class Remembering(torch.optim.SGD):
 @pytest.mark.parametrize("first", [1, 2])
 @pytest.mark.parametrize(("kept", "reason"), [
     ([1.0], "'kept' is a list"), ({}, "'kept' is a dict"), (torch.ones(1, dtype=torch.complex64), "torch.complex64"),
-    (torch.ones(1, dtype=torch.uint8), None), (3, None), (None, None),
+    (torch.ones(1, dtype=torch.uint8), "averaged in local.* 'kept' is a torch.uint8 tensor"), (3, None), (None, None),
+    (torch.tensor(True), "averaged in local.* 'kept' is a torch.bool tensor"), (torch.tensor(3), None),
 ])  # fmt: skip
-def test_an_optimizer_whose_state_cannot_be_sent_is_pinned(
+def test_an_optimizer_whose_state_cannot_be_sent_or_averaged_is_pinned(
     monkeypatch: pytest.MonkeyPatch, kept: Any, reason: str | None, first: int
 ) -> None:
-    """The first rank that is late would otherwise ask for it until its deadline."""
+    """The first rank that is late would otherwise ask for it until its deadline, or `local` leave ranks unequal."""
     monkeypatch.setattr(Remembering, "kept", kept, raising=False)
     monkeypatch.setattr(Remembering, "first", first)
     rank = Stepping(monkeypatch, Remembering)
@@ -360,7 +369,25 @@ def test_an_optimizer_whose_state_cannot_be_sent_is_pinned(
         assert reasons == []
         rank.apply()
     assert len(reasons) == (reason is not None)
-    assert all(str(reason) in text and "Remembering" in text for text in reasons)
+    assert all(re.search(str(reason), text) and "Remembering" in text for text in reasons)
+
+
+@pytest.mark.parametrize(("mode", "exact", "pinned"), [
+    ("local(2)", False, True), ("partial(1)", False, False), ("auto", True, False),
+])  # fmt: skip
+def test_state_that_only_cannot_be_averaged_is_possible_without_local(
+    monkeypatch: pytest.MonkeyPatch, mode: str, exact: bool, pinned: bool
+) -> None:
+    """A late rank fetches it."""
+    monkeypatch.setattr(Remembering, "kept", torch.ones(1, dtype=torch.uint8), raising=False)
+    monkeypatch.setattr(Run, "world_size", 2)
+    rank = Stepping(monkeypatch, Remembering, plan=parse_mode(mode, 2), exact=exact)
+    reasons: list[str] = []
+    monkeypatch.setattr(rank.driver, "pin", reasons.append)
+    rank.backward()
+    rank.core.synchronize(manual=False)
+    rank.apply()
+    assert len(reasons) == pinned
 
 
 def test_an_optimizer_whose_state_cannot_be_sent_is_pinned_in_every_world(monkeypatch: pytest.MonkeyPatch) -> None:
