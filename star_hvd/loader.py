@@ -379,6 +379,7 @@ class ShardLoader:
         opening = MicrobatchOpen(
             self._number, self._passes, size, self.batch_size, parts, self._drop_last, feeder.ahead,
             _digest(order, done), done, self._run.most_in_pass(self._number, self.batch_size),
+            not self._evaluates,
         )  # fmt: skip
         stock = self._run.client.open_microbatches(layout, opening)
         self._passes, self._positions = self._passes + 1, size

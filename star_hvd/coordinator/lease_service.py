@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.balance.batch_shares import LastStep
@@ -350,7 +350,7 @@ class MicrobatchService:
         self._send = send
         self._pools: dict[Key, MicrobatchPool] = {}
         self._last_fixed_part = math.nan  # That of the last pool that was forgotten and had one.
-        self._last: MicrobatchPool | None = None  # The last pool that was forgotten.
+        self._last: MicrobatchPool | None = None  # The last pool of a training that was forgotten.
         self._orders: dict[Key, tuple[MicrobatchOpen, int]] = {}  # The first message of an epoch, and its rank.
         self._finished: set[int] = set()
         # By rank, loader and epoch: epochs that a rank opened while another rank is still in an older one; and those of
@@ -360,8 +360,8 @@ class MicrobatchService:
 
     @property
     def fixed_part(self) -> float:
-        """Part of the time of a batch in micro-batches that does not depend on its size; NaN if unknown."""
-        pool = next(reversed(self._pools.values()), None)
+        """Part of a training batch's time in micro-batches that does not depend on its size; NaN if unknown."""
+        pool = next(self._training_pools(), None)
         if pool is None:
             return self._last_fixed_part
         found = pool.times.fixed_part(pool.layout.parts, pool.layout.share)
@@ -391,7 +391,7 @@ class MicrobatchService:
     def _admit(self, rank: int, message: MicrobatchOpen, now_s: float) -> None:
         key = (message.loader, message.epoch)
         first, other = self._orders.setdefault(key, (message, rank))
-        if dataclasses.replace(message, ahead=first.ahead, most=first.most) != first:
+        if dataclasses.replace(message, ahead=first.ahead, most=first.most, trains=first.trains) != first:
             self._send(rank, Lease(*key, [], True, _differs(rank, message, other, first)))
             return
         pool = self._pools.get(key) or self._make(key, message, now_s)
@@ -457,7 +457,9 @@ class MicrobatchService:
         """Forget an epoch that all ranks have ended."""
         if key in self._pools:
             self._last_fixed_part = self.fixed_part
-            self._last = self._pools.pop(key)
+            if self._trains(key):
+                self._last = self._pools[key]
+            del self._pools[key]
         self._orders.pop(key, None)
         self._forget_early(lambda each: each[1:] == key)
 
@@ -482,7 +484,8 @@ class MicrobatchService:
             raise ChannelError(str(error)) from error
         loader, epoch = key
         before = self._pools.get((loader, epoch - 1))
-        times = before.times if before is not None else self._times_like(layout, epoch)
+        continues = before is not None and self._trains((loader, epoch - 1)) == message.trains
+        times = before.times if before is not None and continues else self._times_like(layout, epoch)
         for old in [k for k, each in self._pools.items() if k[0] == loader and k[1] < epoch - 1 and each.over]:
             del self._pools[old]
             self._orders.pop(old, None)
@@ -495,12 +498,19 @@ class MicrobatchService:
         return pool
 
     def _times_like(self, layout: StepLayout, epoch: int) -> PassTimes | None:
-        """Return times for a loader's first epoch: those of the latest loader with equal batches and parts, if any."""
-        latest = [*reversed(self._pools.values()), *([self._last] if self._last is not None else [])]
+        """Return times for an epoch that continues none: those of the latest training with equal batches and parts."""
+        latest = [*self._training_pools(), *([self._last] if self._last is not None else [])]
         wanted = (layout.batch, layout.parts, layout.grain)
         alike = (pool for pool in latest if (pool.layout.batch, pool.layout.parts, pool.layout.grain) == wanted)
         found = next(alike, None)
         return None if found is None else found.times.continued(epoch)
+
+    def _training_pools(self) -> Iterator[MicrobatchPool]:
+        """Yield the pools of epochs that train, latest first: a pass without gradients takes another time."""
+        return (pool for key, pool in reversed(self._pools.items()) if self._trains(key))
+
+    def _trains(self, key: Key) -> bool:
+        return self._orders[key][0].trains
 
     def _do(self, key: Key, pool: MicrobatchPool, actions: Sequence[Action]) -> None:
         pool.steals = self.steals

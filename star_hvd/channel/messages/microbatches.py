@@ -26,6 +26,7 @@ class MicrobatchOpen(Message):
         digest: Digest of the order of the samples, equal on all ranks.
         done: Starts and stops of spans consumed before the epoch was interrupted.
         most: Most samples in a pass; 0 for `batch`.
+        trains: Whether the passes compute gradients.
     """
 
     kind: ClassVar[str] = "microbatch_open"
@@ -39,6 +40,7 @@ class MicrobatchOpen(Message):
     digest: int
     done: list[int] = field(default_factory=list)
     most: int = 0
+    trains: bool = True
 
 
 @message_kind

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from star_hvd.channel.messages.base import Message
@@ -77,20 +79,23 @@ def test_a_forgotten_epoch_is_held_back_no_longer(service: Service) -> None:
     assert not service.held_back
 
 
-def _passes(service: Service, loader: int, paces_s: tuple[float, float]) -> list[MicrobatchShares]:
+def _passes(
+    service: Service, loader: int, paces_s: tuple[float, float], epoch: int = 0, *, trains: bool = True
+) -> list[MicrobatchShares]:
     """Let both ranks open a loader's epoch and make the passes of its first step; return rank 0's shares."""
     for rank in range(RANKS):
-        service.open(rank, MicrobatchOpen(loader, 0, 640, 16, 4, False, 0, 7, most=64), 0.0)
-    told = [(to, each) for to, each in service.sent if isinstance(each, MicrobatchShares) and each.loader == loader]
+        service.open(rank, MicrobatchOpen(loader, epoch, 640, 16, 4, False, 0, 7, most=64, trains=trains), 0.0)
+    told = [(to, each) for to, each in service.sent if isinstance(each, MicrobatchShares)]
+    told = [(to, each) for to, each in told if (each.loader, each.epoch) == (loader, epoch)]
     found = [each for to, each in told if to == 0]
     for rank, pace_s in enumerate(paces_s):
         counts, task, took_s = found[0].counts, sum(found[0].counts[:rank]), 0.0
         sizes = next(each.sizes for to, each in told if to == rank and each.step == 0)
         assert sum(sizes) == counts[rank]
         for size in sizes:
-            service.begin(rank, MicrobatchBegin(loader, 0, 0, task, took_s, size), 1.0)
+            service.begin(rank, MicrobatchBegin(loader, epoch, 0, task, took_s, size), 1.0)
             task, took_s = task + size, pace_s * (1.0 + size)
-        service.begin(rank, MicrobatchBegin(loader, 0, 0, -1, took_s), 1.0)
+        service.begin(rank, MicrobatchBegin(loader, epoch, 0, -1, took_s), 1.0)
     return found
 
 
@@ -117,3 +122,35 @@ def test_a_loader_with_other_batches_starts_without_a_pace_and_the_fixed_part_kn
     assert service.fixed_part == known
     shares = [each for _, each in service.sent if isinstance(each, MicrobatchShares) and each.loader == 1]
     assert len(set(shares[0].counts)) == 1
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_training_takes_no_pace_from_an_evaluation(service: Service, closed: bool) -> None:
+    """Passes without gradients take another time, and what slows a rank in them may not slow its training."""
+    service.steals = True
+    _passes(service, 0, (1.0, 3.0), trains=False)
+    assert math.isnan(service.fixed_part)
+    if closed:
+        service.forget((0, 0))
+    assert len(set(_passes(service, 1, (1.0, 3.0))[0].counts)) == 1
+    known = service.fixed_part
+    assert known > 0.0
+    _passes(service, 2, (3.0, 1.0), trains=False)
+    if closed:
+        service.forget((1, 0))
+        service.forget((2, 0))
+    assert service.fixed_part == known
+    third = _passes(service, 3, (1.0, 3.0))
+    assert third[0].counts[0] > third[0].counts[1], "as in the training before"
+
+
+def test_an_epoch_of_evaluation_with_the_same_loader_does_not_change_the_pace_of_training(service: Service) -> None:
+    service.steals = True
+    _passes(service, 0, (1.0, 3.0))
+    for rank in range(RANKS):
+        service.leave(rank, 2.0, (0, 0))
+    _passes(service, 0, (3.0, 1.0), 1, trains=False)
+    for rank in range(RANKS):
+        service.leave(rank, 3.0, (0, 1))
+    again = _passes(service, 0, (1.0, 3.0), 2)
+    assert again[0].counts[0] > again[0].counts[1]
