@@ -540,9 +540,9 @@ class Runtime:
 
     def _most_samples(self, loader: int) -> int:
         """Return the maximum samples in a batch of a loader, see `MemoryLimits`; 0 if unknown."""
-        largest = round(self.feeding.largest * self.reference_samples)
+        fed, largest = self.feeding.loader, round(self.feeding.largest * self.reference_samples)
         buckets = [bucket for driver in list(self.drivers.values()) for bucket in driver.engine.applier.buckets]
-        return self.memory.most(loader, largest, buckets[0].flat.device if buckets else None)
+        return self.memory.most(loader, fed, largest, buckets[0].flat.device if buckets else None)
 
     def most_in_pass(self, loader: int, batch: int) -> int:
         """Return the maximum samples in a pass over micro-batches of a loader.

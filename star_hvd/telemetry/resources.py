@@ -252,22 +252,22 @@ def gpu_identity(optimizer: Any) -> str | None:
     return None
 
 
-def samples_in_memory(batch: int, device: Any) -> int:
+def samples_in_memory(batch: int, peak_bytes: int, device: Any) -> int:
     """Return the batch size that would fill a GPU, as if all memory use were proportional to it; 0 for a CPU.
 
     Memory that other processes use now, such as other ranks of the job, counts as unavailable.
 
     Args:
         batch: Samples of the largest batch so far.
+        peak_bytes: Peak of the memory allocated since then.
         device: Device of the parameters, a `torch.device`.
     """
-    if batch < 1 or device.type != "cuda":
+    if min(batch, peak_bytes) < 1 or device.type != "cuda":
         return 0
     import torch
 
-    peak = torch.cuda.max_memory_allocated(device)
     within_reach = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    return max(batch, int(batch * _USABLE * within_reach / peak)) if peak else 0
+    return max(batch, int(batch * _USABLE * within_reach / peak_bytes))
 
 
 class Gpu:

@@ -358,10 +358,10 @@ def test_a_part_of_a_batch_is_what_collating_its_samples_gives() -> None:
 def test_limits_are_the_least_of_all() -> None:
     cpu = torch.device("cpu")
     limits = MemoryLimits(0)
-    assert limits.most(0, 10, cpu) == limits.most(0, 10, None) == limits.failed(0) == 0
+    assert limits.most(0, 0, 10, cpu) == limits.most(0, 0, 10, None) == limits.failed(0) == 0
     assert (limits.lower(0, 100), limits.lower(0, 40), limits.lower(0, 60), limits.lower(0, 1)) == (85, 34, 34, 1)
-    assert limits.most(0, 10, cpu) == 1 and limits.most(1, 10, cpu) == 0
-    assert MemoryLimits(12).most(0, 10, cpu) == 12
+    assert limits.most(0, 0, 10, cpu) == 1 and limits.most(1, 0, 10, cpu) == 0
+    assert MemoryLimits(12).most(0, 0, 10, cpu) == 12
 
 
 def test_a_limit_holds_for_the_next_loader_with_equal_batches() -> None:
@@ -370,21 +370,58 @@ def test_a_limit_holds_for_the_next_loader_with_equal_batches() -> None:
     limits.lower(0, 100)
     for loader, batch, before in ((1, 100, 0), (2, 100, 1), (3, 50, 2)):
         limits.begin(loader, batch, before)
-    assert [limits.most(loader, 10, cpu) for loader in range(4)] == [85, 85, 85, 0]
+    assert [limits.most(loader, loader, 10, cpu) for loader in range(4)] == [85, 85, 85, 0]
     assert limits.failed(1) == 0, "its loop may not be one whose batches can be delivered in parts"
 
 
 def test_a_batch_for_which_the_allocator_had_to_retry_is_the_largest(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {"num_alloc_retries": 0, "num_ooms": 0}
     free = [80, 80, 90, 20]
-    monkeypatch.setattr("star_hvd.runtime.memory_limits.samples_in_memory", lambda batch, device: free.pop(0))
+    monkeypatch.setattr("star_hvd.runtime.memory_limits.samples_in_memory", lambda *_: free.pop(0))
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     limits, device = MemoryLimits(0), torch.device("cuda")
-    assert limits.most(0, 32, device) == 80
+    assert limits.most(0, 0, 32, device) == 80
     stats["num_alloc_retries"] += 1
-    assert limits.most(0, 40, device) == 40
-    assert limits.most(0, 38, device) == 40, "no retry since"
-    assert limits.most(0, 38, device) == 20
+    assert limits.most(0, 0, 40, device) == 40
+    assert limits.most(0, 0, 38, device) == 40, "no retry since"
+    assert limits.most(0, 0, 38, device) == 20
+
+
+class Device:
+    """A GPU with 80 bytes within reach, and the peak of memory use on it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.peak_bytes = 0
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak_bytes)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 80)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 80))
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {})
+
+    def most(self, limits: MemoryLimits, loader: int, largest: int, peak_bytes: int) -> int:
+        self.peak_bytes = peak_bytes
+        return limits.most(loader, loader, largest, torch.device("cuda"))
+
+
+def test_the_peak_of_a_process_belongs_to_the_largest_batch_of_equal_loaders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader per epoch: the share has become small, and the peak is that of a whole batch."""
+    gpu, limits = Device(monkeypatch), MemoryLimits(0)
+    limits.begin(0, 64, -1)
+    whole = gpu.most(limits, 0, 64, 40)
+    assert whole > 64
+    for loader in (1, 2, 3):
+        limits.begin(loader, 64, loader - 1)
+        assert gpu.most(limits, loader, 20, 40) == whole
+    limits.begin(4, 16, 3)
+    assert gpu.most(limits, 4, 16, 40) == whole // 4, "of other batches nothing is known"
+
+
+def test_a_peak_that_the_program_reset_is_not_that_of_the_largest_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu, limits = Device(monkeypatch), MemoryLimits(0)
+    limits.begin(0, 64, -1)
+    whole = gpu.most(limits, 0, 64, 40)
+    assert gpu.most(limits, 0, 64, 13) == whole, "the peak is of a share of 20 now"
+    assert gpu.most(limits, 0, 80, 13) == whole, "a batch of 80 came before the peak was reset"
+    assert gpu.most(limits, 0, 80, 60) == 90 == int(80 * 0.85 * 80 / 60)
 
 
 def test_shares_that_cannot_be_within_the_user_s_limit_are_refused_at_the_start() -> None:

@@ -290,12 +290,12 @@ def test_an_interval_must_be_positive() -> None:
 
 def test_memory_of_a_gpu_that_other_processes_have_is_not_counted_on(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 20)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 30)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50, 100))
-    assert samples_in_memory(10, gpu) == 34, "80 of 100 are within reach: 50 free ones, and those held in reserve"
-    assert samples_in_memory(10, torch.device("cpu")) == samples_in_memory(0, gpu) == 0
+    assert samples_in_memory(10, 20, gpu) == 34, "80 of 100 are within reach: 50 free ones, and those held in reserve"
+    assert samples_in_memory(10, 20, torch.device("cpu")) == 0
+    assert samples_in_memory(0, 20, gpu) == samples_in_memory(10, 0, gpu) == 0
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 100))
-    assert samples_in_memory(30, gpu) == 38
+    assert samples_in_memory(30, 20, gpu) == 38
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 20)
-    assert samples_in_memory(30, gpu) == 30, "what was, was possible"
+    assert samples_in_memory(30, 20, gpu) == 30, "what was, was possible"
