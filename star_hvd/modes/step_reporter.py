@@ -134,16 +134,16 @@ class StepReporter:
         """Count a loader's batch; the first loader to give one feeds the training until `feeds` names another."""
         self._loaders[loader] = (batch, reference_samples)
         if self._loader < 0:
-            self.feeds(loader)
+            self.feeds(loader, self._logged_step + 1)
         self._samples[loader] = self._samples.get(loader, 0) + samples
 
-    def feeds(self, loader: int) -> None:
-        """Count the samples of this loader from here on."""
+    def feeds(self, loader: int, step: int) -> None:
+        """Count the samples of this loader from here on; `step` is the first with a gradient of its batches."""
         if loader not in self._loaders:
             return
         self._loader, (batch, self.reference_samples) = loader, self._loaders[loader]
         if batch != self.batch:
-            self.batch_from = (batch, self._logged_step + 1)
+            self.batch_from = (batch, step)
 
     def note_step(self, info: StepInfo) -> None:
         """Report a step of the active mode, which has ended."""

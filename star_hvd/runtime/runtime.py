@@ -467,8 +467,8 @@ class Runtime:
 
     def _feeds(self, loader: int) -> None:
         """A loader was found to feed the training: batch shares are for its batches, and reports count them."""
-        for driver in self.drivers.values():
-            driver.reporter.feeds(loader)
+        for driver in self.drivers.values():  # Each from its own step of the loader's first gradient.
+            driver.reporter.feeds(loader, max(0, driver.steps - (SURE - 1)))
         if self.rank == 0:
             self.agent.send(Feeds(loader, max(0, self._first_step() - (SURE - 1))))
 

@@ -174,12 +174,12 @@ def test_the_batch_of_another_loader_is_logged_with_its_first_step(teller: StepR
         time.sleep(0.02)
     teller.log_step(7, 0.5, 0.0, late=False)
     teller.note_samples(1, 16, 16, 16.0)
-    teller.feeds(1)  # The same size is no news.
+    teller.feeds(1, 7)  # The same size is no news.
     teller.log_step(8, 0.5, 0.0, late=False)
     teller.note_samples(2, 32, 32, 32.0)
-    teller.feeds(2)
+    teller.feeds(2, 8)  # Known at its second gradient.
     events = made.end()
-    assert batches() == [(0, 16), (9, 32)] and _facts(events)["batch"] == 32
+    assert batches() == [(0, 16), (8, 32)] and _facts(events)["batch"] == 32
 
 
 def test_the_pace_is_of_the_last_seconds() -> None:

@@ -11,6 +11,7 @@ import pytest
 from horovod.common.exceptions import HorovodInternalError
 
 from star_hvd import threads
+from star_hvd.channel.messages.shares import Feeds
 from star_hvd.config import Config
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.runtime import runtime
@@ -48,6 +49,10 @@ class Leaving(Runtime):
 
     def finish_steps(self) -> None:
         pass
+
+    def found(self, loader: int) -> None:
+        """Do what follows when `Feeding` has found the loader that feeds the training."""
+        self._feeds(loader)
 
 
 def test_a_rank_whose_servers_are_gone_at_its_end_closes_what_it_holds(caplog: pytest.LogCaptureFixture) -> None:
@@ -169,3 +174,15 @@ def test_a_lost_rank_is_raised_before_the_end_of_a_thread_that_it_led_to() -> No
     with pytest.raises(RankLostError) as raised:
         rank.raise_failure()
     assert raised.value is lost
+
+
+def test_a_loader_feeds_the_training_from_the_same_step_for_the_coordinator_and_the_run_log() -> None:
+    """It is known at its second gradient, when the first one's step is over."""
+    told: list[Any] = []
+    reporter = SimpleNamespace(feeds=lambda loader, step: told.append((loader, step)))
+    run = Leaving(Parts())
+    drivers = (SimpleNamespace(reporter=reporter, steps=steps, dropped=False) for steps in (21, 5))
+    run.drivers = cast(Any, dict(enumerate(drivers)))
+    run.agent = cast(Any, SimpleNamespace(send=told.append))
+    run.found(3)
+    assert told == [(3, 20), (3, 4), Feeds(3, 20)]
