@@ -187,7 +187,8 @@ class OptimizerState:
 
         That is the user's mode, or where `auto` may choose exact modes only, `sync(balanced)`, or with micro-batches
         `sync(steal)`. These cost nothing while no rank is slow, and one that is slow from the start computes less some
-        steps earlier. Not `sync(steal)` where a rank has said that a pass over more than a batch may not fit in memory.
+        steps earlier. Not `sync(steal)` where a pass over more than a batch may not fit in memory on a rank that has
+        opened the loader so far; one that opens it later only limits the passes of that epoch.
         """
         if self._switch is not None or self._is_bound or self.closing or self.plans != [(0, self.active)]:
             return
