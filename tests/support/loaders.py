@@ -197,6 +197,7 @@ class World:
             batch_delivered=lambda loader, index: client.batch_sizes(loader).delivered(index),
             note_input=lambda *_: None,
             feeding=SimpleNamespace(
+                loader=-1,
                 begin=lambda loader: None,
                 end=lambda loader, *, exhausted: None,
                 used=lambda loader: None,
