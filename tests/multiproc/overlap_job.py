@@ -607,15 +607,18 @@ def low_rank(overlap: bool) -> Facts:
     """Every form of `Compression.auto` is tried, some of them with another name for some buckets.
 
     None is where rank 0 hardly waits for reductions, as on a busy machine that computes slowly: the other rank is late.
+    Where even that is little beside a step, the next trial shows it.
     """
     net, optimizer = make(overlap, compression=hvd.Compression.auto)
-    forms = set()
-    for number in range(60):
-        time.sleep(0.02 * int(hvd.rank()))
-        step(net, optimizer, number)
-        forms.add(inside(optimizer).core.wire.form)
+    forms, began_s, found = set(), time.monotonic(), False
+    while not found:
+        for number in range(60):
+            time.sleep(0.02 * int(hvd.rank()))
+            step(net, optimizer, number)
+            forms.add(inside(optimizer).core.wire.form)
+        found = not overlap or all(hvd.allgather_object(len(forms) == 3, name="all forms"))
+        assert found or within(began_s), forms
     hvd.barrier()
-    assert len(forms) == 3 or not overlap, forms
     return {"ended": True}
 
 
