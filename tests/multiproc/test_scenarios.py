@@ -14,7 +14,10 @@ from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(JOB_LIMIT_S + 60)]
 
 RANKS = 3
-NOT_FOLDING = ("auto_without_a_slow_rank", "switching", "shutdown_of_horovod_torch")
+# `auto` may act on a slow rank by a mode in which no gradient is late: `sync(balanced)` for example.
+NOT_FOLDING = (
+    "auto_without_a_slow_rank", "auto_with_a_rank_that_recovers", "switching", "shutdown_of_horovod_torch",
+)  # fmt: skip
 FOLDING = [name for name in SCENARIOS if name not in NOT_FOLDING]
 # A rank that fails in the middle of a scenario leaves the others in a collective.
 STALL = ("--stall-check-warning-time-seconds", "10", "--stall-check-shutdown-time-seconds", "120")
