@@ -258,14 +258,15 @@ def test_messages_for_sessions_that_never_open_are_few() -> None:
             held.append(early)
         limit_s = time.monotonic() + DEADLINE_S
         while time.monotonic() < limit_s:
-            if server.early_sessions == 64 and all(each.stream.acknowledged >= 1 for each in held[-36:]):
-                break
+            if server.early_sessions == 64 and sum(each.stream.acknowledged >= 1 for each in held) >= 64:
+                break  # Which ones these are depends on the order in which their connections came.
             made.clients[0].pull(DEADLINE_S)
             for each in held:
                 list(each.receive())
                 each.tick()
-        # The oldest give way: their plans were given up, while a new session's HELLO has been acknowledged.
+        # The first ones give way: their plans were given up, while a new session's HELLO has been acknowledged.
         assert server.early_sessions == 64 and server.malformed == 0
+        assert sum(each.stream.acknowledged >= 1 for each in held) >= 64
         context.destroy(linger=0)
 
 
