@@ -211,7 +211,7 @@ class SharePolicy:
         self._previous, self._present, self._since = self._present, now, 0
 
     def moved(self, shares: Sequence[int], wrong: Sequence[int] = ()) -> None:
-        """Record that another loader feeds the ranks from now on, with these shares: nobody's speed has changed.
+        """Record that another loader feeds the ranks from now on, with these shares; speeds are as before.
 
         Args:
             shares: The shares, empty for equal ones.
