@@ -337,6 +337,7 @@ class Replica:
         """
         with self.apply_lock:
             while self._is_behind():  # A step may end meanwhile.
+                self.reuse_buckets()  # Before gradients there are copied, too.
                 keeping = contextlib.nullcontext() if show_mean else self.applier.keeping_gradients()
                 with keeping:
                     self._take_shadow_over()
