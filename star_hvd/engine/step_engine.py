@@ -701,10 +701,11 @@ class StepEngine:
         """Submit the header of the current step, which makes `owner` responsible for its completion."""
         step, fresh = self._claims.current, owner == "trainer"
         item = self.agreement.contribution(step, self.own.steps, fresh=fresh, inactive=self.inactive)
+        averaging = self._averaging_in_force
         if fresh:
-            self.own.report(item, step.number)
+            self.own.report(item, step.number, averaging=averaging is not None)
             item.manual, item.manual_before = manual, self._manual.report(step)
-        self._exchange.submit_header(step, item, self._averaging_in_force)
+        self._exchange.submit_header(step, item, averaging)
         self._claims.claim(owner)
         self._changed()
         return step

@@ -93,6 +93,7 @@ class Ears:
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank = world, rank
         self.headers: list[tuple[int, Header]] = []
+        self.mean_sqrs: list[float] = []
         self.sent_bytes: list[int] = []
         self.switches: list[tuple[int, str]] = []
         self.mismatches: list[int] = []
@@ -108,6 +109,7 @@ class Ears:
 
     def on_step_end(self, step: int, header: Header, plan: Plan, mean_sqr: float, sent_bytes: int) -> None:
         self.headers.append((step, header))
+        self.mean_sqrs.append(mean_sqr)
         self.sent_bytes.append(sent_bytes)
 
     def on_switch(self, step: int, plan: Plan) -> None:

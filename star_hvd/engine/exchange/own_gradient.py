@@ -82,9 +82,15 @@ class OwnGradient:
         self.steps += not self._counted
         self._counted = early
 
-    def report(self, item: Contribution, step: int) -> None:
-        """Write what the header of `step`, which leaves now, reports about it."""
+    def report(self, item: Contribution, step: int, *, averaging: bool = False) -> None:
+        """Write what the header of `step`, which leaves now, reports about it.
+
+        Args:
+            item: This rank's part of the header.
+            step: The step.
+            averaging: Whether it averages parameters (`local`) and contains no gradient, so that there is no norm.
+        """
         item.weight, item.loss, item.interval_s = self.weight, self.loss, self.interval_s
         item.no_overlap = self.no_overlap
-        item.local_sqr = self.weight * self.norm.sqr if self.norm.due(step) else None
+        item.local_sqr = self.weight * self.norm.sqr if self.norm.due(step) and not averaging else None
         self.loss = math.nan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -273,6 +274,20 @@ def test_a_meeting_leaves_equal_replicas() -> None:
         for engine in pair.engines
     ]
     assert all(torch.equal(one, other) for one, other in zip(*momenta, strict=True))
+
+
+def test_an_averaging_reports_no_gradient_norms() -> None:
+    """The noise scale would take the norm of the averaged parameters for that of a gradient."""
+    pair = Pair()
+    for _ in range(4):
+        for rank in range(2):
+            pair.step(rank)
+        pair.reduce()
+    pair.steps[0].refresh_state()
+    ears = pair.ears[0]
+    assert [step for step, _ in ears.headers] == [0, 1], "norms of gradients would be due in step 0"
+    assert [header.local_count for _, header in ears.headers] == [0, 0] and all(map(math.isnan, ears.mean_sqrs))
+    assert all(header.weight == 4.0 for _, header in ears.headers), "two steps of two ranks"
 
 
 def test_the_helper_of_an_inactive_rank_completes_an_averaging_and_adds_it_to_the_next() -> None:
