@@ -384,14 +384,39 @@ class LeaseQueue:
 
     def recalls(self, now_s: float) -> Iterator[tuple[int, int]]:
         """Yield the ranks to ask now for positions they have not begun, and how many each of them keeps."""
-        waiting = [holder for holder in self._holders if holder.waits]
+        # A rank that has neither begun anything nor is idle does not train yet.
+        waiting = [each for each in self._holders if each.waits and (each.begun or each.idle)]
         if waiting and not self._free and not self._rows:
+            soonest = self._soonest(waiting, now_s)
             for rank, holder in enumerate(self._holders):
-                gains = [each for each in waiting if self._would_gain(each, holder, now_s)]
-                if gains and not holder.recalled and holder.recalled_at != self._progress:
+                if not self._recallable(holder):
+                    continue
+                # Comparing all with all at every request would take long at the end of an epoch among many ranks.
+                others = waiting if holder.waits else soonest
+                next_s = [self._next_s(each, holder, now_s) for each in others if each is not holder]
+                if next_s and self._ends_s(holder, now_s) > min(next_s):
                     holder.recalled, holder.recalled_at = True, self._progress
-                    holder.keep = self._keeps(holder, min(self._next_s(each, holder, now_s) for each in gains), now_s)
+                    holder.keep = self._keeps(holder, min(next_s), now_s)
                     yield rank, holder.keep
+
+    def _recallable(self, holder: _Holder) -> bool:
+        """Whether a rank holds positions that it may be asked for now."""
+        asked = holder.recalled or holder.recalled_at == self._progress
+        return not asked and not holder.ended and samples(holder.held) > holder.keeps
+
+    def _soonest(self, waiting: Sequence[_Holder], now_s: float) -> list[_Holder]:
+        """Return those of the waiting ranks of which one has the least `_next_s`, whoever the holder is.
+
+        That of a rank of unknown pace depends on the holder's pace, and if that is unknown, on whether it is idle.
+        """
+        groups: dict[tuple[bool, bool], tuple[float, _Holder]] = {}
+        for each in waiting:
+            depends = bool(each.begun) and math.isnan(each.pace_s)
+            least_s = each.load_s if depends else self._next_s(each, each, now_s)
+            group = (depends, depends and each.idle)
+            if group not in groups or least_s < groups[group][0]:
+                groups[group] = least_s, each
+        return [each for _, each in groups.values()]
 
     def stuck(self, rank: int) -> bool:
         """Whether a rank's training thread waits for positions that others hold."""
@@ -553,14 +578,6 @@ class LeaseQueue:
         if math.isnan(own_s) and waiting.idle:
             own_s = 0.0
         return now_s + waiting.load_s + (math.inf if math.isnan(own_s) else 2.0 * own_s)
-
-    def _would_gain(self, waiting: _Holder, holder: _Holder, now_s: float) -> bool:
-        """Whether the waiting rank would finish the holder's last batch before the holder."""
-        if holder is waiting or holder.ended or samples(holder.held) <= holder.keeps:
-            return False
-        if not waiting.begun and not waiting.idle:
-            return False  # It does not train yet.
-        return self._ends_s(holder, now_s) > self._next_s(waiting, holder, now_s)
 
     def _keeps(self, holder: _Holder, until_s: float, now_s: float) -> int:
         """Positions that a rank has ended or begun before another could take them: its workers may have loaded them."""

@@ -6,11 +6,12 @@ import functools
 import heapq
 import itertools
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -646,3 +647,96 @@ def test_batches_that_may_come_back_keep_an_epoch_with_shares_open() -> None:
     queue.give_back(1, 10, 3.0, undone=[(10, 20)])
     queue.leave(1)
     assert [(rank, spans(runs)) for rank, runs in queue.answers(4.0)] == [(0, [(10, 20)])]
+
+
+def all_held(held: list[int], begun: list[int], asks: list[dict[str, Any]], paces_s: list[float]) -> LeaseQueue:
+    """A queue without free positions; who has begun all of its batches waits.
+
+    Args:
+        held: Batches of 10 that each rank got.
+        begun: How many of these each has begun at 1 s.
+        asks: More of what each says then.
+        paces_s: Of each; NaN if unknown.
+    """
+    queue = LeaseQueue(10 * sum(held), 10, len(held))
+    queue.deal([10 * count for count in held], [0] * len(held))
+    queue.deal((), [10 * count for count in held])
+    for rank, pace_s in enumerate(paces_s):
+        if not math.isnan(pace_s):
+            queue.forecast(rank, pace_s)
+        queue.ask(rank, 0, 0.0)
+    for rank, (count, more) in enumerate(zip(begun, asks, strict=True)):
+        queue.ask(rank, 10 * count, 1.0, **more)
+    assert not queue.free
+    return queue
+
+
+def next_batch_s(more: dict[str, Any], begun: int, pace_s: float, holder_s: float) -> float:
+    """How soon a waiting rank would have ended a batch of a holder, with a batch of margin."""
+    own_s = pace_s
+    if math.isnan(own_s):
+        own_s = holder_s if begun else 0.0
+    if math.isnan(own_s) and more["idle"]:
+        own_s = 0.0
+    return float(more["load_s"]) + (math.inf if math.isnan(own_s) else 2.0 * own_s)
+
+
+NUMBERS = st.integers(0, 4)
+ASKS = st.fixed_dictionaries({
+    "idle": st.booleans(), "load_s": st.sampled_from([0.0, 0.5, 4.0]), "ahead": st.integers(0, 2),
+})  # fmt: skip
+
+
+@settings(max_examples=cases(300))
+@given(
+    ranks=st.lists(st.tuples(NUMBERS, NUMBERS, ASKS, st.sampled_from([0.125, 1.0, 8.0, math.nan])), min_size=2),
+    now_s=st.sampled_from([1.0, 2.0, 16.0]),
+)
+def test_what_a_waiting_rank_would_end_sooner_is_called_back(
+    ranks: list[tuple[int, int, dict[str, Any], float]], now_s: float
+) -> None:
+    """Every waiting rank compared with every rank that holds something, as the rule is meant."""
+    held = [1, *(count for count, *_ in ranks)]
+    begun = [0, *(min(count, done) for count, done, *_ in ranks)]
+    asks = [{"idle": False, "load_s": 0.0, "ahead": 0}, *(more for _, _, more, _ in ranks)]
+    paces_s = [4.0, *(pace_s for *_, pace_s in ranks)]
+    queue = all_held(held, begun, asks, paces_s)
+    waiting = [r for r, count in enumerate(held) if begun[r] == count and (begun[r] or asks[r]["idle"])]
+    expected = []
+    for rank, pace_s in enumerate(paces_s):
+        left = held[rank] - begun[rank]
+        end_s = math.inf if math.isnan(pace_s) else 1.0 + (left + 1) * pace_s
+        end_s = end_s if end_s >= now_s else 2.0 * now_s - 1.0
+        soon_s = [next_batch_s(asks[each], begun[each], paces_s[each], pace_s) for each in waiting]
+        gains_s = [each_s for each_s in soon_s if left and end_s > now_s + each_s]
+        if gains_s:
+            keeps = asks[rank]["ahead"] and not math.isnan(pace_s) and min(gains_s) >= pace_s
+            expected.append((rank, 10 * int(min(min(gains_s) / pace_s, left - 1)) if keeps else 0))
+    assert list(queue.recalls(now_s)) == expected
+    assert not list(queue.recalls(now_s)), "who has been asked is not asked again before it answers"
+
+
+def calls_of_recalls(ranks: int) -> int:
+    """Functions called where half of the ranks wait for what the others will have ended before."""
+    half = ranks // 2
+    asks: list[dict[str, Any]] = [{"idle": True}] * ranks
+    queue = all_held([4] * ranks, [4] * half + [2] * half, asks, [8.0] * half + [1.0] * half)
+    called = 0
+
+    def count(frame: FrameType, event: str, _: object) -> None:
+        nonlocal called
+        called += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        found = list(queue.recalls(1.0))
+    finally:
+        sys.setprofile(before)
+    assert not found
+    return called
+
+
+def test_at_the_end_of_an_epoch_not_all_ranks_are_compared_with_all() -> None:
+    """Each request comes to it, and rank 0 answers those of all ranks."""
+    assert calls_of_recalls(256) < 2.5 * calls_of_recalls(128)
