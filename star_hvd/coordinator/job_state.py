@@ -604,12 +604,13 @@ class JobState:
         likely = [r for r in optimizer.rule.up_to_date() if r not in silent]
         # Name ranks in turn, since a source may turn out to be behind. Inactive ranks serve too, at the end of an epoch
         # for example; every third answer is a rank without fresh gradients, which may be the last one with the state.
+        # Each rank begins at another source: ranks that fall behind together would all fetch from the first.
         others = sorted(set(range(self.world_size)) - silent - set(likely))
         turns, rest = divmod(self._asked[rank], _UNLIKELY)
         if others and (rest == _UNLIKELY - 1 or not likely):
-            source = others[turns % len(others)]
+            source = others[(rank + turns) % len(others)]
         else:
-            source = likely[(self._asked[rank] - turns) % len(likely)] if likely else -1
+            source = likely[(rank + self._asked[rank] - turns) % len(likely)] if likely else -1
         self._asked[rank] += 1
         self.outbox.append((rank, StateSource(message.optimizer_id, source)))
 

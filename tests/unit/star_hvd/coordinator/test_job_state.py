@@ -278,9 +278,13 @@ def test_nobody_is_told_of_an_end_while_nobody_has_finished() -> None:
     assert only(job.say(2, m.Finished(2)), m.Bye) == [m.Bye([])]
 
 
+def ask_source(job: Job, rank: int) -> list[m.StateSource]:
+    return only(job.say(rank, m.FindStateSource(0)), m.StateSource)
+
+
 def sources(job: Job, rank: int) -> set[int]:
     """Ranks that are named, but for every third, which may not be known to have the state."""
-    named = [reply.rank for _ in range(9) for reply in only(job.say(rank, m.FindStateSource(0)), m.StateSource)]
+    named = [reply.rank for _ in range(9) for reply in ask_source(job, rank)]
     return set(named[::3] + named[1::3])
 
 
@@ -299,12 +303,23 @@ def test_the_source_of_a_fetch_is_up_to_date_and_alive() -> None:
     assert sources(job, 2) == {-1}
 
 
+def test_ranks_that_fall_behind_together_fetch_from_different_sources() -> None:
+    job = relaxed_job(8)
+    behind = (5, 6, 7)
+    for rank in set(range(8)) - set(behind):
+        job.arrive(rank, 9, plan_id=1)
+    named = [[reply.rank for rank in behind for reply in ask_source(job, rank)] for _ in range(3)]
+    assert all(len(set(each)) == len(behind) for each in named), named
+    assert set(named[0] + named[1]) <= set(range(5)), "ranks that are up to date"
+    assert set(named[2]) <= set(behind), "the third time, ranks that may be the last with the state"
+
+
 def test_a_rank_that_takes_part_no_more_is_asked_for_the_state_now_and_then() -> None:
     """It may be the last that had it, where all who take part are away and nobody can replay their steps."""
     job = relaxed_job()
     for rank in (0, 1):
         job.arrive(rank, 9, plan_id=1)
-    named = [reply.rank for _ in range(9) for reply in only(job.say(0, m.FindStateSource(0)), m.StateSource)]
+    named = [reply.rank for _ in range(9) for reply in ask_source(job, 0)]
     assert named == [1, 1, 2] * 3
 
 
