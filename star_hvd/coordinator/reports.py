@@ -222,8 +222,9 @@ class Arrivals:
         if len(waits) == len(self._wait_s):
             del self._step_waits_s[step]
             self.comm_s.append(min(waits.values()))  # Wait of the last rank to arrive, which waited for no other.
+            longest_s = max(waits.values())
             for other, other_s in waits.items():
-                self._offset_s[other].append(max(waits.values()) - other_s)
+                self._offset_s[other].append(longest_s - other_s)
         elif len(self._step_waits_s) > _STEPS_KEPT:  # Drop the oldest step that not all ranks reported.
             del self._step_waits_s[next(iter(self._step_waits_s))]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from scheduler.policy.accuracy_guard import loss_alarm
 from scheduler.records import StepReport, StepTimes
-from star_hvd.coordinator.reports import History, Losses
+from star_hvd.coordinator.reports import Arrivals, History, Losses
 
 _DEPTH = 8
 
@@ -156,3 +156,26 @@ def test_pushes_without_a_loss_count_and_those_of_another_plan_do_not() -> None:
     for step in (10, 11, 12):
         losses.note_push(step, 1.0, 3)
     assert losses.values[-1] == 1.0 and losses.steps[-1] == 12
+
+
+class Counted(float):
+    """A time that counts how often one is compared with another."""
+
+    compared = 0
+
+    def __lt__(self, other: float) -> bool:
+        Counted.compared += 1
+        return float(self) < float(other)
+
+    def __gt__(self, other: float) -> bool:
+        Counted.compared += 1
+        return float(self) > float(other)
+
+
+def test_arrivals_of_many_ranks_in_lockstep_are_found_in_one_pass() -> None:
+    n = 64
+    arrivals = Arrivals(n)
+    for rank in range(n):
+        arrivals.in_lockstep(rank, 0, Counted(n - rank))
+    assert arrivals.offsets_s() == [float(rank) for rank in range(n)] and arrivals.usual_comm_s == 1.0
+    assert Counted.compared <= 2 * n
