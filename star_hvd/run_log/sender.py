@@ -188,20 +188,20 @@ class Sender:
         else:
             self._experiment = str(run.info.experiment_id)
         self._on_progress()
-        self._client = client
         if "run_id" not in self._sent:
             tags = {"star.schema": str(layout.SCHEMA), "star.kind": "job"}
-            self._sent["run_id"] = self._run(self._about["name"], self._about["name"], 0.0, tags)
+            self._sent["run_id"] = self._run(client, self._about["name"], self._about["name"], 0.0, tags)
             self._note(0)
         self._params = dict(client.get_run(self._sent["run_id"]).data.params)
+        self._client = client  # Last: if a request fails, the next call begins again.
 
-    def _run(self, key: str, name: str, time_s: float, tags: dict[str, str]) -> str:
+    def _run(self, client: Any, key: str, name: str, time_s: float, tags: dict[str, str]) -> str:
         """Return the id of the run tagged with `key`; create one if there is none."""
-        found = self._client.search_runs([self._experiment], f"tags.`star.run` = '{key}'", max_results=1)
+        found = client.search_runs([self._experiment], f"tags.`star.run` = '{key}'", max_results=1)
         if found:
             return str(found[0].info.run_id)
         tags = {**tags, "star.run": key}
-        made = self._client.create_run(self._experiment, start_time=self._at_ms(time_s), tags=tags, run_name=name)
+        made = client.create_run(self._experiment, start_time=self._at_ms(time_s), tags=tags, run_name=name)
         return str(made.info.run_id)
 
     def _send_facts(self) -> None:
@@ -235,7 +235,7 @@ class Sender:
             "star.reason": str(plan.get("reason", ""))[:1000],
         }
         title = f"step {plan.get('step')}: {plan.get('label')}"
-        run_id = self._run(key, title, segment.first_s, tags)
+        run_id = self._run(self._client, key, title, segment.first_s, tags)
         values = flat({"label": plan.get("label"), "step": plan.get("step"), "plan": plan.get("plan") or {}})
         values |= flat({"prediction": plan.get("prediction") or {}})
         self._client.log_batch(run_id, params=[Param(*item) for item in list(values.items())[:100]])

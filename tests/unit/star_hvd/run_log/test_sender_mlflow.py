@@ -222,6 +222,51 @@ class FileClient:
         self.sent.append(Path(path).name)
 
 
+class FailingOnce:
+    """MLflow's client, of which the first request of one kind does not reach the server."""
+
+    def __init__(self, store: str, kind: str) -> None:
+        self._real, self._kind = connect(store), kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._kind:
+            self._kind = ""
+            raise ConnectionError("a slow server")
+        return getattr(self._real, name)
+
+
+@pytest.mark.parametrize("kind", ["get_experiment_by_name", "search_runs", "create_run", "get_run"])
+def test_a_sender_goes_on_after_a_request_failed_while_its_run_was_made(
+    root: Path, store: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process beside a job keeps its sender: one slow answer must not end the sending for the rest of the job."""
+    client = FailingOnce(store, kind)
+    monkeypatch.setattr(sender_module, "connect", lambda uri: client)
+    sender = Sender(write_run(root), store)
+    with pytest.raises(ConnectionError, match="a slow server"):
+        sender.send()
+    sender.finish("KILLED")
+    assert sender.complete and sorted(everything(root, store)) == [RUN, f"{RUN}/0", f"{RUN}/1"]
+
+
+def test_parameters_that_mlflow_has_are_read_though_that_failed_once(
+    root: Path, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = write_run(root)
+    Sender(directory, store).finish("KILLED")
+    (directory / "sent.json").unlink()
+    events = directory / "events.jsonl"
+    events.write_text(events.read_text().replace('"batch":32', '"batch":64'))
+    client = FailingOnce(store, "get_run")
+    monkeypatch.setattr(sender_module, "connect", lambda uri: client)
+    sender = Sender(directory, store)
+    with pytest.raises(ConnectionError, match="a slow server"):
+        sender.send()
+    sender.finish("KILLED")
+    params, tags, *_ = everything(root, store)[RUN]
+    assert params["batch"] == "32" and tags["star.changed.batch"] == "64", "MLflow refuses another value of a parameter"
+
+
 def test_every_accepted_file_is_progress_and_is_sent_once(
     root: Path, store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
