@@ -419,7 +419,7 @@ def mlflow_rows(
         report: As in `real_rows`.
 
     Raises:
-        ValueError: MLflow is not installed, cannot be reached, or does not have the experiment.
+        ValueError: MLflow is not installed, cannot be reached, or does not have the experiment (any more).
     """
     from scheduler.learning.registry import tracking_uri
 
@@ -436,6 +436,11 @@ def mlflow_rows(
             if experiment is None:
                 shown = redacted(uri, environ)
                 raise ValueError(f"MLflow at {shown} has no experiment {name}; expected the one the run log sends to")
+            if experiment.lifecycle_stage == "deleted":  # With its runs: a search would find none.
+                raise ValueError(
+                    f"MLflow's experiment {name} was deleted; restore it with `mlflow experiments restore "
+                    f"--experiment-id {experiment.experiment_id}`, or set MLFLOW_EXPERIMENT_NAME to another one"
+                )
             mlflow.set_tracking_uri(uri)
             missing = _download(client, experiment.experiment_id, Path(scratch))
         except mlflow.exceptions.MlflowException as error:

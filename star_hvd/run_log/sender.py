@@ -329,4 +329,10 @@ def _experiment_id(client: Any, name: str, uri: str, root: Path) -> str:
             found = client.get_experiment_by_name(name)
             if found is None:
                 raise
+    if found.lifecycle_stage == "deleted":
+        # Restoring it would bring back its runs, too, which somebody did not want.
+        raise ValueError(
+            f"MLflow's experiment {name} was deleted; restore it with `mlflow experiments restore --experiment-id "
+            f"{found.experiment_id}`, or start jobs with another MLFLOW_EXPERIMENT_NAME"
+        )
     return str(found.experiment_id)

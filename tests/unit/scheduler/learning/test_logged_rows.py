@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +13,7 @@ from scheduler.cost.conditions import CYCLE_S, Conditions
 from scheduler.diagnosis.window_stats import MIN_REPORTS
 from scheduler.learning import dataset
 from scheduler.learning.features import FEATURES, rows
-from scheduler.learning.logged_rows import LoggedRun, read_run, real_rows, windows
+from scheduler.learning.logged_rows import LoggedRun, mlflow_rows, read_run, real_rows, windows
 from scheduler.learning.simulated_rows import in_order
 from scheduler.plan.plan import Plan
 from scheduler.policy.candidates import candidates
@@ -200,3 +201,16 @@ def test_of_several_loaders_the_first_one_s_batch_tells_jobs_apart(tmp_path: Pat
     one, other = read_run(tmp_path / "a"), read_run(tmp_path / "b")
     assert one is not None and other is not None and one.key == other.key
     assert other.facts["batch"] == 8
+
+
+def test_a_deleted_experiment_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow finds it by its name, and no run in it."""
+    mlflow = pytest.importorskip("mlflow")
+    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "10")  # So that what `mlflow_rows` sets is undone.
+    deleted = SimpleNamespace(experiment_id="7", lifecycle_stage="deleted")
+    client = SimpleNamespace(get_experiment_by_name=lambda name: deleted)
+    monkeypatch.setattr(mlflow, "MlflowClient", lambda tracking_uri: client)
+    environ = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "MLFLOW_EXPERIMENT_NAME": "some jobs"}
+    with pytest.raises(ValueError, match="experiment some jobs was deleted; .* restore --experiment-id 7`"):
+        mlflow_rows(environ, "1")

@@ -341,6 +341,23 @@ def test_a_run_is_sent_to_the_experiment_of_its_job(root: Path, store: str, monk
     assert contents(client, client.get_experiment_by_name(experiment).experiment_id) == found
 
 
+def test_a_deleted_experiment_is_told_and_not_restored(
+    root: Path, store: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = connect(store)
+    experiment = client.create_experiment(layout.experiment_name(), artifact_location=str(root / "artifacts"))
+    client.delete_experiment(experiment)
+    write_run(root)
+    assert command_line(["sync-logs", "--logs", str(root)]) == 1
+    said = capsys.readouterr().err
+    assert f"MLflow's experiment {layout.experiment_name()} was deleted" in said
+    assert f"`mlflow experiments restore --experiment-id {experiment}`, or start jobs with another" in said
+    assert client.get_experiment(experiment).lifecycle_stage == "deleted"
+    client.restore_experiment(experiment)
+    assert command_line(["sync-logs", "--logs", str(root)]) == 0
+    assert sorted(everything(root, store)) == [RUN, f"{RUN}/0", f"{RUN}/1"]
+
+
 def test_the_job_s_own_process_is_left_alone(root: Path, store: str, capsys: pytest.CaptureFixture[str]) -> None:
     program = (
         "import sys; from pathlib import Path; from star_hvd.run_log import RunLog\n"
