@@ -8,10 +8,12 @@ replay is `scheduler.simulator.whatif`.
 from __future__ import annotations
 
 import argparse
+import atexit
 import bisect
 import json
 import math
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -25,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler.balance.usual_batches import UsualBatches
+from scheduler.mlflow_limits import limit_requests
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
 from scheduler.redact import redacted
@@ -36,6 +39,9 @@ __all__ = ["LoggedTimes", "add_arguments", "draw", "find_run", "read_run", "run"
 
 _ARTIFACTS = "star"
 """Artifact path of the run log's files in an MLflow run."""
+
+_NO_ID = ("INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST")
+"""MLflow's codes for a text that cannot be the id of a run, and for the id of none."""
 
 _SHOWN = 16
 
@@ -73,13 +79,15 @@ class LoggedTimes:
 def find_run(name: str, root: Path, uri: str | None = None) -> Path:
     """Find the folder of a run; a run that is only in MLflow is downloaded to a temporary folder.
 
+    That folder is removed when this process ends.
+
     Args:
         name: A folder, a run's name, or the id or name of an MLflow run.
         root: The folder of the run log.
         uri: Tracking server; the SQLite file under `root` if None.
 
     Raises:
-        ValueError: There is no such run.
+        ValueError: There is no such run, or MLflow cannot be asked.
     """
     for folder in (Path(name), root / "runs" / name):
         if any(folder.glob("rank*.jsonl")):
@@ -91,15 +99,17 @@ def find_run(name: str, root: Path, uri: str | None = None) -> Path:
 
 
 def _fetch(name: str, uri: str) -> Path:
+    limit_requests()
     try:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
     except ImportError:
         raise ValueError(f"run {name} is not a folder, and MLflow is missing: pip install star-hvd[train]") from None
-    client = MlflowClient(tracking_uri=uri)
     try:
+        client = MlflowClient(tracking_uri=uri)
         run_id = _run_id(client, name)
         target = tempfile.mkdtemp(prefix="star-run-")
+        atexit.register(shutil.rmtree, target, ignore_errors=True)
         folder = Path(client.download_artifacts(run_id, _ARTIFACTS, target))
     except MlflowException as error:
         raise ValueError(redacted(f"cannot fetch run {name} from MLflow at {uri}: {error}")) from None
@@ -113,8 +123,9 @@ def _run_id(client: Any, name: str) -> str:
 
     try:
         return str(client.get_run(name).info.run_id)
-    except MlflowException:
-        pass
+    except MlflowException as error:
+        if error.error_code not in _NO_ID:
+            raise
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     escaped = name.replace("'", "")
     for query in (f"tags.`star.run` = '{escaped}'", f"attributes.run_name = '{escaped}'"):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import math
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -306,6 +310,81 @@ def test_bad_times() -> None:
 def test_a_folder_is_a_run(tmp_path: Path) -> None:
     folder = logged(tmp_path / "run")
     assert find_run(str(folder), tmp_path) == folder
+
+
+class FakeMlflow:
+    """MLflow's client with one run named `monday`, as far as `simulate` asks it."""
+
+    code = "INVALID_PARAMETER_VALUE"
+    asked: list[str] = []
+    targets: list[Path] = []
+
+    def __init__(self, tracking_uri: str) -> None:
+        if tracking_uri == "nonsense://":
+            raise self.error("INVALID_PARAMETER_VALUE", "no such store")
+
+    @staticmethod
+    def error(code: str, text: str) -> Exception:
+        from mlflow.exceptions import MlflowException
+        from mlflow.protos.databricks_pb2 import ErrorCode
+
+        found: Exception = MlflowException(text, error_code=ErrorCode.Value(code))
+        return found
+
+    def get_run(self, run_id: str) -> Any:
+        self.asked.append(f"timeout {os.environ.get('MLFLOW_HTTP_REQUEST_TIMEOUT')}")
+        raise self.error(self.code, "no answer")
+
+    def search_experiments(self) -> list[Any]:
+        self.asked.append("experiments")
+        return [SimpleNamespace(experiment_id="1")]
+
+    def search_runs(self, experiments: list[str], query: str, max_results: int) -> list[Any]:
+        return [SimpleNamespace(info=SimpleNamespace(run_id="abc"))] if "monday" in query else []
+
+    def download_artifacts(self, run_id: str, path: str, target: str) -> str:
+        self.targets.append(Path(target))
+        return str(logged(Path(target) / path))
+
+
+@pytest.fixture
+def fake_mlflow(monkeypatch: pytest.MonkeyPatch) -> type[FakeMlflow]:
+    tracking = pytest.importorskip("mlflow.tracking")
+    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "")  # So that what `simulate` sets is undone.
+        monkeypatch.delenv(name)
+    for name, value in (("code", "INVALID_PARAMETER_VALUE"), ("asked", []), ("targets", [])):
+        monkeypatch.setattr(FakeMlflow, name, value)
+    monkeypatch.setattr(tracking, "MlflowClient", FakeMlflow)
+    return FakeMlflow
+
+
+@pytest.mark.parametrize("code", ["INVALID_PARAMETER_VALUE", "RESOURCE_DOES_NOT_EXIST"])
+def test_a_name_in_mlflow_is_downloaded_to_a_folder_that_is_removed_at_the_end(
+    code: str, tmp_path: Path, fake_mlflow: type[FakeMlflow], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", lambda call, *args, **more: at_exit.append(partial(call, *args, **more)))
+    monkeypatch.setattr(fake_mlflow, "code", code)
+    assert read_run(find_run("monday", tmp_path, "http://server")).compute_s.shape == (60, 4)
+    assert fake_mlflow.asked == ["timeout 10", "experiments"], "a server that hangs is not waited for"
+    (target,) = fake_mlflow.targets
+    assert target.is_dir()
+    for call in at_exit:
+        call()
+    assert not target.exists()
+
+
+def test_a_server_without_an_answer_is_asked_once(tmp_path: Path, fake_mlflow: type[FakeMlflow]) -> None:
+    fake_mlflow.code = "INTERNAL_ERROR"
+    with pytest.raises(ValueError, match="cannot fetch run monday from MLflow at http://server: no answer"):
+        find_run("monday", tmp_path, "http://server")
+    assert fake_mlflow.asked == ["timeout 10"] and not fake_mlflow.targets
+
+
+def test_a_tracking_uri_that_mlflow_refuses_is_told(tmp_path: Path, fake_mlflow: type[FakeMlflow]) -> None:
+    with pytest.raises(ValueError, match="cannot fetch run monday from MLflow at nonsense://: no such store"):
+        find_run("monday", tmp_path, "nonsense://")
 
 
 def shared(folder: Path, plan: Plan, shares: tuple[int, ...], *, fixed_part: float, steps: int = 64) -> Path:
