@@ -170,7 +170,10 @@ class Dispatch:
             label = next(iter(self._runs))
         self._line, theirs = socket.socketpair()
         with theirs:
-            self._first = start_sender(label, theirs)
+            try:
+                self._first = start_sender(label, theirs)
+            except OSError as error:  # No memory for a moment, for example. It counts as one that ended at once.
+                logger.warning("the sender of the run log cannot be started: %s", error)
         self._line.setblocking(False)
         self._unsent = b""
         self._started_s = time.monotonic()

@@ -166,6 +166,23 @@ def test_one_that_cannot_run_is_given_up(
     sending.send(a_run(tmp_path, "two"))  # Without effect, and without an error.
 
 
+def test_one_that_cannot_be_started_for_a_moment_is_started_later(
+    tmp_path: Path, recorder: Recorder, sending: Dispatch, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    refusals = [OSError("cannot allocate memory")]
+
+    def start(label: Path, line: socket.socket) -> subprocess.Popen[bytes]:
+        if refusals:
+            raise refusals.pop()
+        return recorder.start(label, line)
+
+    monkeypatch.setattr(dispatch, "start_sender", start)
+    sending.send(a_run(tmp_path, "one"))
+    wait_for(lambda: recorder.pids and recorder.told(recorder.pids[0]) == ["one"])
+    assert sending.starts == 2 and "cannot be started: cannot allocate memory" in caplog.text
+
+
 def test_without_mlflow_there_is_none(
     tmp_path: Path, recorder: Recorder, sending: Dispatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
