@@ -108,11 +108,15 @@ def _fetch(name: str, uri: str) -> Path:
     try:
         client = MlflowClient(tracking_uri=uri)
         run_id = _run_id(client, name)
-        target = tempfile.mkdtemp(prefix="star-run-")
-        atexit.register(shutil.rmtree, target, ignore_errors=True)
-        folder = Path(client.download_artifacts(run_id, _ARTIFACTS, target))
     except MlflowException as error:
         raise ValueError(redacted(f"cannot fetch run {name} from MLflow at {uri}: {error}")) from None
+    target = tempfile.mkdtemp(prefix="star-run-")
+    atexit.register(shutil.rmtree, target, ignore_errors=True)
+    try:
+        folder = Path(client.download_artifacts(run_id, _ARTIFACTS, target))
+    except Exception as error:  # MLflow passes on any error of its stores.
+        said = f"{type(error).__name__}: {error}"
+        raise ValueError(redacted(f"cannot fetch the files of run {name} from MLflow at {uri}: {said}")) from None
     if not any(folder.glob("rank*.jsonl")):
         raise ValueError(f"MLflow run {name} has no step reports; expected rank<r>.jsonl among its artifacts")
     return folder

@@ -387,6 +387,21 @@ def test_a_tracking_uri_that_mlflow_refuses_is_told(tmp_path: Path, fake_mlflow:
         find_run("monday", tmp_path, "nonsense://")
 
 
+def test_an_error_of_the_store_of_files_is_told(
+    tmp_path: Path, fake_mlflow: type[FakeMlflow], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of boto3, for example, are neither MLflow's nor errors of the system."""
+
+    def fails(*arguments: object) -> str:
+        raise RuntimeError("no such bucket")
+
+    monkeypatch.setattr(fake_mlflow, "download_artifacts", fails)
+    monkeypatch.setenv("STAR_LOG_DIR", str(tmp_path))
+    assert main(["simulate", "monday", "--tracking-uri", "http://server"]) == 2
+    said = capsys.readouterr().err
+    assert "cannot fetch the files of run monday from MLflow at http://server: RuntimeError: no such bucket" in said
+
+
 def shared(folder: Path, plan: Plan, shares: tuple[int, ...], *, fixed_part: float, steps: int = 64) -> Path:
     """A run with batch shares; usual batches of 16 would take 50 ms, on rank 2 four times as long."""
     folder.mkdir(parents=True)
