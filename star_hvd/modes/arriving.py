@@ -6,6 +6,7 @@ parameter's bucket; all other readers of parameters pass the gates too, so nothi
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from star_hvd.errors import DeadlineError
 
 __all__ = ["Arrivals", "ArrivingParameters", "Gates"]
 
+logger = logging.getLogger("star_hvd")
+
 _LOOK_S = 5.0
 
 
@@ -26,6 +29,7 @@ class Gates(Protocol):
 
     wait: Callable[[int], None]
 
+    def passed_by(self) -> bool: ...
     def close(self, index: int, params: Sequence[torch.nn.Parameter]) -> None: ...
     def open(self, index: int) -> None: ...
     def remove(self) -> None: ...
@@ -68,8 +72,20 @@ class ArrivingParameters:
         self._waited_s = 0.0
         self._left: set[int] = set()
         self._under_way = False
+        self._refused = False  # Whether this was logged.
         self._flats: Sequence[torch.Tensor] = ()
         gates.wait = self.wait
+
+    def allowed(self) -> bool:
+        """Whether the next parameters may arrive while the training thread continues; if not, log why, once."""
+        passed_by = self._gates.passed_by()
+        if passed_by and not self._refused:
+            self._refused = True
+            logger.warning(
+                "parameters do not arrive in the background: torch.compile is in use, whose code reads parameters "
+                "where that is not seen"
+            )
+        return not passed_by
 
     def begin(self, flats: Sequence[torch.Tensor]) -> None:
         """Note that parameters will arrive in these buffers, one per bucket, while the training thread continues."""

@@ -6,7 +6,7 @@ a program changes gradients before `step`, e.g. clips them by hand, what was sen
 under a new number, and from then on no push starts within backward.
 
 With gates (`Plan.in_background`) `step` waits only for the push's result: parameters arrive while the program continues
-(`arriving.py`).
+(`arriving.py`), unless `torch.compile` is in use.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ class ServerSteps:
         self._arriving: ArrivingParameters | None = None
         if gates is not None and made:
             self._arriving = ArrivingParameters(engine, client, gates, deadline_s, on_wait, check_ranks, look_s)
+        self._behind = False  # Whether this step's parameters may arrive behind it.
         self._begun = False  # Whether this step's push has started within backward, with nothing changed since.
         self._given: dict[int, tuple[int, int]] = {}  # Buckets sent before `step`, with their `_state_of` then.
         # The parameters as received: their version and values, in the client's buffers, until the next push.
@@ -216,6 +217,7 @@ class ServerSteps:
         if self.over:  # The mode ended while this rank was computing.
             engine.keep_late([flat.clone() for flat in flats], version)
             return None
+        self._behind = self._arriving is not None and self._arriving.allowed()
         began_s = time.monotonic()
         # Time that this step's forward pass waited for the previous step's parameters.
         arriving_s = self._arriving.take_waited_s() if self._arriving is not None else 0.0
@@ -224,7 +226,7 @@ class ServerSteps:
         if outcome.kind == "moved":
             self._moved = True
         else:
-            self._write(outcome, arriving=True)
+            self._write(outcome, arriving=self._behind)
             staleness = max(0, outcome.version - 1 - version)
             self._on_step(StepInfo(outcome.version, staleness, arriving_s + time.monotonic() - began_s, self.acts_on))
             if self._compressed is not None:
@@ -311,7 +313,7 @@ class ServerSteps:
             if self._engine.failure is not None:
                 raise self._engine.failure
             try:
-                reply = self.client.wait(self._look_s, whole=self._arriving is None)
+                reply = self.client.wait(self._look_s, whole=not self._behind)
             except DeadlineError:
                 # An update may wait for a part that a rank announced before its process died.
                 self._check_ranks()

@@ -7,7 +7,9 @@ parameter. This needs no knowledge of the model, and open gates cost nothing.
 
 Code that gets at the memory without Python needs more: before the forward pass of a scripted or compiled module, and
 before a scripted method, all buckets are waited for; the transforms of `torch.func` and scripted functions wait for the
-parameters among their arguments (`_guard_natives`).
+parameters among their arguments (`_guard_natives`). A function or method that `torch.compile` has compiled passes no
+gate at all, and a gated parameter has another class than the one it was compiled for: once anything was compiled
+(`passed_by`), the users of gates close them no more.
 
 Not intercepted are aliases made earlier (`param.detach()` kept from an earlier step) and functions of C++ that take a
 tensor without looking for a subclass: those of extensions that are no operators of `torch.ops`, and a few of torch's,
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -61,6 +64,12 @@ class ForwardGates:
     def closed(self) -> tuple[int, ...]:
         """The buckets whose gates are closed, in the order of closing."""
         return tuple(self._closed)
+
+    @staticmethod
+    def passed_by() -> bool:
+        """Whether code that passes no gates is in use, that of `torch.compile`: then no gate should be closed."""
+        compiler = sys.modules.get("torch._dynamo.convert_frame")
+        return compiler is not None and bool(compiler.FRAME_COUNTER)
 
     def close(self, index: int, params: Sequence[torch.nn.Parameter]) -> None:
         """Make every use of these parameters call `wait(index)` first."""

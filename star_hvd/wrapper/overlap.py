@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -220,8 +219,7 @@ class Overlap:
             return "a parameter that was frozen when the optimizer was wrapped is trained, which no bucket holds"
         if self._applier.streams.devices:
             return _GPU
-        compiled = sys.modules.get("torch._dynamo.convert_frame")
-        if compiled is not None and compiled.FRAME_COUNTER:
+        if self.gates.passed_by():
             return "torch.compile is in use, whose code reads parameters where that is not seen"
         return None
 

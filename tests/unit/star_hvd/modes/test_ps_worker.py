@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -38,6 +41,7 @@ class FakeClient:
         self.here = [threading.Event() for _ in range(n_buckets)]
         self.version = 0
         self.finished = 0
+        self.whole: list[bool] = []  # Per push, whether all its parameters were waited for together with its result.
 
     def give(self, step: int, index: int, flat: torch.Tensor, small: Mapping[int, bytes]) -> None:
         self.given.append((step, index, float(flat[0])))
@@ -51,6 +55,7 @@ class FakeClient:
 
     def wait(self, deadline_s: float, *, whole: bool = True) -> Reply:
         self.version += 1
+        self.whole.append(whole)
         flats = [torch.full((len(flat) - 1,), float(self.version)) for flat in self.pushed[-1][1]]
         return Reply("params", self.version, 1, applied=True, params=flats)
 
@@ -237,6 +242,28 @@ def test_a_use_of_parameters_waits_for_their_own_bucket_alone() -> None:
     rank.backward(1.0)
     rank.steps.step(skip=False)
     assert rank.client.finished == 1 and rank.engine.step == 2
+
+
+def test_compiled_code_finds_all_parameters_arrived(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It passes no gate: `@torch.compile` on a function that calls the model."""
+    rank, compiler = Rank(gated=True), SimpleNamespace(FRAME_COUNTER=0)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.convert_frame", compiler)
+    for event in rank.client.here:
+        event.set()
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    compiler.FRAME_COUNTER = 1  # The first parameters are still behind gates.
+    with caplog.at_level(logging.INFO, "star_hvd"):
+        for version in (2, 3):
+            rank.backward(1.0)
+            rank.steps.step(skip=False)
+            assert all(type(param) is torch.nn.Parameter for param in rank.model.parameters())
+            assert rank.model(torch.ones(1, 4)).tolist() == [[64.0 * version**3] * 4]
+            assert not rank.steps.program_wrote(), "what came is known"
+    assert rank.client.whole == [False, True, True] and rank.client.finished == 1
+    assert caplog.text.count("torch.compile") == 1
 
 
 def arrive_once_awaited(client: FakeClient) -> None:
