@@ -7,6 +7,7 @@ parameter's bucket; all other readers of parameters pass the gates too, so nothi
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -68,6 +69,7 @@ class ArrivingParameters:
         self._check_ranks, self._look_s = check_ranks, look_s
         self._engine, self._client, self._gates, self._deadline_s = engine, client, gates, deadline_s
         self._on_wait = on_wait
+        self._pid = os.getpid()
         self._stepper = 0  # Id of the thread that makes the steps.
         self._waited_s = 0.0
         self._left: set[int] = set()
@@ -95,12 +97,12 @@ class ArrivingParameters:
             self._gates.close(bucket.index, bucket.params)
 
     def wait(self, index: int) -> None:
-        """Wait until a bucket's parameters are written.
+        """Wait until a bucket's parameters are written. A forked process keeps those that it has.
 
         Raises:
             DeadlineError: They did not arrive.
         """
-        if index in self._left:
+        if index in self._left and not self._left_behind():
             self._until(lambda: self._client.wait_bucket(index, self._look_s))
             self._write(index)
 
@@ -110,7 +112,7 @@ class ArrivingParameters:
         Raises:
             DeadlineError: They did not arrive.
         """
-        if not self._under_way:
+        if not self._under_way or self._left_behind():
             return None
         for index in sorted(self._left, reverse=True):
             self.wait(index)
@@ -130,6 +132,16 @@ class ArrivingParameters:
             self._gates.remove()
             self._left.clear()
             self._under_way = False
+
+    def _left_behind(self) -> bool:
+        """Whether this is a forked process, which keeps its parameters since no thread here receives any."""
+        if self._pid == os.getpid():
+            return False
+        # Without the lock, which another thread may have held at the fork. The gates first: see `_write`.
+        self._gates.remove()
+        self._left.clear()
+        self._under_way = False
+        return True
 
     def _until(self, wait: Callable[[], None]) -> None:
         began_s = time.monotonic()

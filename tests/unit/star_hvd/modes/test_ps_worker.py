@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -264,6 +265,43 @@ def test_compiled_code_finds_all_parameters_arrived(
             assert not rank.steps.program_wrote(), "what came is known"
     assert rank.client.whole == [False, True, True] and rank.client.finished == 1
     assert caplog.text.count("torch.compile") == 1
+
+
+@pytest.mark.parametrize("how", ["forward", "catch_up"])
+def test_a_forked_process_keeps_the_parameters_that_it_has(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread there receives anything, and whatever was locked at the fork stays locked."""
+    rank = Rank(gated=True)
+    before = [param.detach().clone() for param in rank.model.parameters()]
+    rank.backward(1.0)
+    rank.steps.step(skip=False)
+    parent, locked, ended = os.getpid(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with rank.engine.replica.apply_lock:
+            locked.set()
+            ended.wait(DEADLINE_S)
+
+    def child() -> list[torch.Tensor]:
+        if how == "forward":
+            rank.model(torch.ones(1, 4))
+        else:
+            rank.client.pull = lambda deadline_s, known, **checks: Reply("interrupted")  # type: ignore[attr-defined]
+            rank.steps.catch_up()
+        return [param.detach().clone() for param in rank.model.parameters()]
+
+    with ThreadPoolExecutor(2) as others:
+        others.submit(hold)
+        assert locked.wait(DEADLINE_S)
+        monkeypatch.setattr(os, "getpid", lambda: parent + 1)
+        try:
+            kept = others.submit(child).result(timeout=10.0)
+        finally:
+            ended.set()
+            for event in rank.client.here:
+                event.set()
+    assert all(torch.equal(one, other) for one, other in zip(kept, before, strict=True))
+    assert all(type(param) is torch.nn.Parameter for param in rank.model.parameters())
+    assert rank.client.finished == 0
 
 
 def arrive_once_awaited(client: FakeClient) -> None:
