@@ -23,7 +23,7 @@ SHARE = 0.8
 """Fraction of the link's rate: the rest is for other messages, and for errors of the measured rate."""
 
 _WORTH_S = 0.03  # Transfers shorter than this are not paced: about the queue that one leaves, and the delay of threads.
-_LEAST_BYTES = 1 << 16  # Smaller transfers do not measure the rate.
+_LEAST_BYTES = 1 << 16  # Smaller transfers measure the rate only if they are long enough to be paced.
 _CHUNK_S, _LEAST_CHUNK_BYTES = 0.008, 4096  # Longest wait of other messages; each chunk wakes threads at both ends.
 _SOONEST, _RAREST = 8, 256
 _SLOWER = 0.75  # Fraction of the pace: a paced transfer below it was slowed by the link, not by a thread.
@@ -80,7 +80,7 @@ class Pace:
             time_s: Its duration; ignored if not above 0.
             paced_bytes_per_s: Its pace, 0 if it was not paced.
         """
-        if size_bytes < _LEAST_BYTES or time_s <= 0.0:
+        if time_s <= 0.0 or (size_bytes < _LEAST_BYTES and not self._worth(size_bytes)):
             return
         rate = size_bytes / time_s
         if not paced_bytes_per_s:

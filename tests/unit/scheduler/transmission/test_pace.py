@@ -40,6 +40,26 @@ def test_what_is_over_at_once_is_not_paced(size: int, link: float) -> None:
     assert not pace.measures(size), "its time is as good as the others'"
 
 
+@pytest.mark.parametrize("size", [40_000, 60_000])
+def test_whatever_is_paced_measures_the_link_however_small(size: int) -> None:
+    slow = 0.4 * LINK
+    pace = Pace(slow)
+    rates = [transfer(pace, slow, size) for _ in range(20)]
+    assert [number for number, rate in enumerate(rates) if not rate] == [1, 10]
+    assert not pace.measures(size)
+    for _ in range(20):  # No transfer takes long any more, which is seen from those that measure.
+        transfer(pace, 10.0 * LINK, size)
+    assert not pace.measures(size) and pace.bytes_per_s(size) == 0.0
+
+
+def test_a_small_transfer_that_came_late_says_nothing_of_the_link() -> None:
+    pace = Pace()
+    assert [transfer(pace, LINK, 1000, late_s=0.05) for _ in range(4)] == [0.0] * 4
+    pace = Pace(LINK)
+    assert [transfer(pace, LINK, 1000, late_s=0.05) for _ in range(4)] == [0.0] * 4
+    assert pace.bytes_per_s(SIZE) == pytest.approx(SHARE * LINK)
+
+
 def test_a_link_that_was_cut_off_for_a_while_is_soon_used_again() -> None:
     pace = Pace()
     pace.took(SIZE, 100.0, 0.0)
