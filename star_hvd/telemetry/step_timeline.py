@@ -369,17 +369,29 @@ class TimedClient:
     def give(self, step: int, index: int, flat: torch.Tensor, small: Mapping[int, bytes] = _NONE_SMALL) -> None:
         """See `Client.give`."""
         self._given.add(index)
-        self._timeline.submitted(index, sum(map(len, small.values())) or flat.numel() * flat.element_size())
+        if self._timeline.sampling:
+            self._timeline.submitted(index, self._sent_bytes(index, flat, small))
         self._client.give(step, index, flat, small=small)
 
     def push(self, *, flats: Sequence[torch.Tensor], **fields: Any) -> None:
         """See `Client.push`."""
         if self._timeline.sampling:
+            small = fields.get("small", _NONE_SMALL)
             for index, flat in enumerate(flats):
                 if index not in self._given:
-                    self._timeline.submitted(index, flat.numel() * flat.element_size())
+                    self._timeline.submitted(index, self._sent_bytes(index, flat, small))
         self._given.clear()
         self._client.push(flats=flats, **fields)
+
+    def _sent_bytes(self, index: int, flat: torch.Tensor, small: Mapping[int, bytes]) -> int:
+        """Return the size of a bucket as sent, some of whose chunks may be sent in a smaller form."""
+        size_bytes = flat.element_size()
+        if not small:
+            return flat.numel() * size_bytes
+        return sum(
+            len(small[chunk]) if chunk in small else (stop - start) * size_bytes
+            for chunk, start, stop in self._client.ranges(index)
+        )
 
     def wait(self, deadline_s: float, *, whole: bool = True) -> Any:
         """See `Client.wait`."""

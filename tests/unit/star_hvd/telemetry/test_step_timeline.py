@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,6 +200,9 @@ def test_pushes_within_backward_and_parameters_behind_compute(timeline: StepTime
         def finish(self, deadline_s: float) -> int:
             return 7
 
+        def ranges(self, index: int) -> list[tuple[int, int, int]]:
+            return [(2 * index, 0, 2), (2 * index + 1, 2, 3)]
+
     inner = Client()
     timeline = StepTimeline()
     client = TimedClient(inner, timeline)
@@ -215,6 +219,31 @@ def test_pushes_within_backward_and_parameters_behind_compute(timeline: StepTime
     buckets = {b.index: b for b in only(timeline).buckets}
     assert {index: b.bytes for index, b in buckets.items()} == {0: 8, 1: 12, 2: 5}
     assert all(b.arrived_s is not None and b.arrived_s >= (b.submitted_s or 0.0) for b in buckets.values())
+
+
+def test_compressed_pushes_count_with_what_is_sent_of_each_chunk(timeline: StepTimeline) -> None:
+    """Of every bucket one chunk is compressed and one is not; the first bucket is sent ahead, the last is unchanged."""
+
+    class Client:
+        def ranges(self, index: int) -> list[tuple[int, int, int]]:
+            return [(2 * index, 0, 6), (2 * index + 1, 6, 10)]
+
+        def give(self, step: int, index: int, flat: torch.Tensor, small: dict[int, bytes]) -> None: ...
+
+        def push(self, *, flats: list[torch.Tensor], small: dict[int, bytes]) -> None: ...
+
+        def wait(self, deadline_s: float, *, whole: bool) -> SimpleNamespace:
+            return SimpleNamespace(kind="params", params=[None] * 3)
+
+    client = TimedClient(Client(), timeline)
+    timeline.start(FIRST, "ps(2)")
+    flat = torch.zeros(10)
+    client.give(1, 0, flat, small={0: b"abc"})
+    client.push(flats=[flat] * 3, small={0: b"abc", 3: b"d"})
+    client.wait(1.0)
+    timeline.start(FIRST + 1, "ps(2)")
+    timeline.start(FIRST + 2, "ps(2)")
+    assert {b.index: b.bytes for b in only(timeline).buckets} == {0: 3 + 4 * 4, 1: 6 * 4 + 1, 2: 10 * 4}
 
 
 def test_exposed_is_never_negative_nor_more_than_the_step(clock: Clock) -> None:
