@@ -27,7 +27,7 @@ from star_hvd.ps.owner.server_process import ServerProcess
 from star_hvd.ps.server.server import Server, serve
 from star_hvd.ps.worker.client import Client
 
-__all__ = ["DEADLINE_S", "Cluster", "ThreadServer", "cluster", "plain_steps", "run_all"]
+__all__ = ["DEADLINE_S", "Cluster", "ThreadServer", "cluster", "plain_steps", "run_all", "sgd"]
 
 DEADLINE_S = 240.0  # Reached only by a hang.
 SHAPES = ((40, 30), (40,), (7, 40), (7,))

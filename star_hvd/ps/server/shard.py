@@ -332,6 +332,8 @@ class Shard:
                 return False
             factors.append(factor)
             buffers.append(gradient)
+        if not any(factors):  # Every rank skipped the step, say. A zero gradient would move momentum and decay weights.
+            factors, buffers = [], []
         store.apply(factors, buffers, order.get("row"))
         store.seq = order["seq"]
         for rank, step, _ in order["parts"]:

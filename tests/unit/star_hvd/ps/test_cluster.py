@@ -24,7 +24,7 @@ from star_hvd.ps.common.layout import Layout
 from star_hvd.ps.common.wire import Header, Kind, pack, read_meta, unpack
 from star_hvd.ps.worker import client as client_module
 from star_hvd.ps.worker.exchange import Exchange, Reply
-from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, run_all
+from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, plain_steps, run_all, sgd
 from tests.unit.star_hvd.channel.test_channel import within
 
 pytestmark = pytest.mark.timeout(900)
@@ -71,6 +71,31 @@ def test_x_of_n_equals_plain_torch_on_the_mean_gradient(servers: int, encrypted:
             assert of_rank[-1].notes[-1]["ranks"] == [0, 1, 2] and of_rank[-1].notes[-1]["loss"] == 1.0
         expected = [torch.cat([p.detach().reshape(-1) for p in bucket.params]) for bucket in made.buckets]
         assert all(torch.equal(a, b) for a, b in zip(replies[0][-1].params, expected, strict=True))
+
+
+@pytest.mark.parametrize("optimizer", [sgd, torch.optim.AdamW])
+def test_an_update_in_which_no_rank_has_a_gradient_changes_nothing(optimizer: Any) -> None:
+    """All skipped the step (a GradScaler found infinities): no moment, counter or decayed weight may move."""
+    with cluster(Plan.ps(2, 2), optimizer=optimizer) as made:
+
+        def work(rank: int) -> list[int]:
+            versions = []
+            for step, weights in enumerate(((1.0, 1.0), (0.0, 0.0), (1.0, 1.0), (0.0, 1.0))):
+                flats = made.gradients(rank, step if step < 2 else step - 1)
+                if weights[rank] == 0.0:
+                    flats = [torch.zeros_like(flat) for flat in flats]
+                row = made.hyper.read(made.optimizer.param_groups)
+                made.clients[rank].push(step=step, version=step, flats=flats, weight=weights[rank], row=row)
+                versions.append(made.clients[rank].wait(DEADLINE_S).version)
+            return versions
+
+        assert run_all(*(lambda r=r: work(r) for r in range(2))) == [[1, 2, 3, 4]] * 2
+        plain_steps(made, 2, 2)
+        for bucket, flat in zip(made.buckets, made.gradients(1, 2), strict=True):  # Of the only rank with a weight.
+            for param, view in zip(bucket.params, bucket.split(flat), strict=True):
+                param.grad = view
+        made.optimizer.step()
+        assert_equal_state(made)
 
 
 class Norm(torch.optim.Optimizer):
