@@ -162,13 +162,11 @@ def place_servers(
     """
     _check(hosts, state_bytes, push_bytes, round_s, most)
     found = _merge(hosts)
-    usable, least = _usable(found, need_cores)
-    order = sorted(usable, key=lambda host: (-host.bytes_per_s, -host.cores, host.rank))
     total_bytes = len(hosts) * (push_bytes or state_bytes)
-    limit = min(most or len(order), len(order))
-    rounds = {k: total_bytes / k / order[k - 1].bytes_per_s for k in range(min(least, limit), limit + 1)}
+    orders = _orders(found, need_cores, most)
+    rounds = {k: total_bytes / k / order[k - 1].bytes_per_s for k, order in orders.items()}
     count = next((k for k, time_s in rounds.items() if time_s <= round_s), min(rounds, key=rounds.__getitem__))
-    chosen = order[:count]
+    chosen = orders[count][:count]
     return PlacementDecision(
         servers=tuple(sorted(host.rank for host in chosen)),
         round_s=rounds[count],
@@ -178,21 +176,42 @@ def place_servers(
     )
 
 
-def _usable(found: Sequence[_Host], need_cores: float) -> tuple[Sequence[_Host], int]:
-    """Hosts to choose from, and the fewest servers on them with which no neighbour gets slower, 1 if there are none.
+def _orders(found: Sequence[_Host], need_cores: float, most: int) -> dict[int, list[_Host]]:
+    """Hosts to choose from by number of servers, best first; numbers with which a neighbour gets slower are left out.
 
-    They are without stragglers, idle, and without neighbours that would get slower; else what is left. With more
-    servers each needs fewer cores, so neighbours get slower on fewer hosts.
+    Hosts are without stragglers, idle, and without neighbours that would get slower; else what is left. With more
+    servers each needs fewer cores, so neighbours get slower on fewer hosts: every number has its own hosts.
     """
-    hosts, least = [host for host in found if not host.straggling] or list(found), 1
+    hosts = [host for host in found if not host.straggling] or list(found)
+    hosts.sort(key=lambda host: (-host.bytes_per_s, -host.cores, host.rank))
+    limit = min(most or len(hosts), len(hosts))
+    on_idle: dict[int, list[_Host]] = {}
+    on_any: dict[int, list[_Host]] = {}
+    kind: list[_Host] = []
+    idle: list[_Host] = []
     for count in range(1, len(hosts) + 1):
-        kind = [host for host in hosts if host.headroom.fits(need_cores / count)]
+        if len(kind) < len(hosts):  # Otherwise they stay the same.
+            kind = [host for host in hosts if host.headroom.fits(need_cores / count)]
+            now_idle = _idle(kind)
+        if len(now_idle) >= count:  # Else the former ones: compared with a busy host's link, theirs may be too slow.
+            idle = now_idle
+        if len(idle) >= count:
+            on_idle[count] = idle
         if len(kind) >= count:
-            hosts, least = kind, count
-            break
-    best_link = max(host.link_bytes_per_s for host in hosts)
-    idle = [host for host in hosts if not host.busy and host.link_bytes_per_s >= _LINK_SHARE * best_link]
-    return (idle if len(idle) >= least else hosts), least
+            on_any[count] = kind
+    for orders in (on_idle, on_any):
+        if allowed := {count: order for count, order in orders.items() if count <= limit}:
+            return allowed
+    for orders in (on_idle, on_any):  # More servers than allowed: the fewer cores each needs, the better.
+        if orders:
+            return {limit: next(iter(orders.values()))}
+    order = _idle(hosts) or hosts
+    return {count: order for count in range(1, min(limit, len(order)) + 1)}
+
+
+def _idle(hosts: Sequence[_Host]) -> list[_Host]:
+    best_link = max((host.link_bytes_per_s for host in hosts), default=0.0)
+    return [host for host in hosts if not host.busy and host.link_bytes_per_s >= _LINK_SHARE * best_link]
 
 
 def _avoided(chosen: Sequence[_Host], found: Sequence[_Host], need_cores: float) -> str:

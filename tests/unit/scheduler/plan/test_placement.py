@@ -173,6 +173,18 @@ def test_as_many_servers_as_keep_the_neighbours_speed() -> None:
     assert place_servers(links, MIB, need_cores=1.4).servers == (0, 1), "a slower link rather than a slower neighbour"
 
 
+def test_more_servers_where_one_host_alone_would_take_the_whole_need() -> None:
+    alone = load(0, "a", cores=4.0, link=1e8)
+    shared = [HostLoad(rank=r, host=f"h{r}", free_cpu_cores=0.3, link_bytes_per_s=1e8, neighbours=1) for r in (1, 2, 3)]
+    hosts = [replace(alone, free_cpu_cores=0.5), *shared]
+    decision = place_servers(hosts, 10 * MIB, need_cores=0.8)  # 0.42 s with one server, 0.1 s with four.
+    assert decision.servers == (0, 1, 2, 3) and not decision.slows
+    assert place_servers(hosts, MIB, need_cores=0.8).servers == (0,), "one suffices"
+    assert place_servers(hosts, 10 * MIB, need_cores=0.8, most=2).servers == (0,), "two would make one slower"
+    busy = place_servers([alone, *shared], 10 * MIB, need_cores=0.8)
+    assert busy.servers == (0,), "the others have a core in use, by comparison"
+
+
 @given(
     cores=st.lists(st.floats(0.0, 8.0), min_size=1, max_size=8),
     jobs=st.lists(st.integers(0, 3), min_size=8, max_size=8),
