@@ -24,7 +24,8 @@ class Outbox:
     """Sends on the server's ROUTER.
 
     A chunk is sent from the mirror's memory, which the next update does not overwrite; without a mirror it is copied
-    once for all receivers. Messages for a peer that has not sent `HELLO` yet are parked until then.
+    once for all receivers. So is a complete record: every rank asks for those of all chunks when a mode ends. Messages
+    for a peer that has not sent `HELLO` yet are parked until then.
 
     Args:
         router: Used by the calling thread.
@@ -36,6 +37,7 @@ class Outbox:
         self._parked: dict[bytes, dict[tuple[int, ...], Any]] = {}
         self._pool: list[Lent] = []
         self._last: tuple[tuple[int, ...], Lent] | None = None
+        self._records: dict[tuple[int, ...], tuple[int, Lent]] = {}  # By chunk: version and complete record.
 
     def welcome(self, identity: bytes) -> None:
         """Send the parked messages of a peer that has sent `HELLO` or `JOIN`."""
@@ -51,8 +53,13 @@ class Outbox:
     def forget(self, prefix: bytes) -> None:
         """Forget the peers of an ended session, by their identities' prefix; sent messages are still delivered."""
         self._router.forget(prefix)
+        self._records.clear()
         self._known = {identity for identity in self._known if not identity.startswith(prefix)}
         self._parked = {identity: kept for identity, kept in self._parked.items() if not identity.startswith(prefix)}
+
+    def discard_sent(self) -> None:
+        """Release the memory of complete records that all their receivers have; called from time to time."""
+        self._records = {place: kept for place, kept in self._records.items() if not kept[1].free()}
 
     def meta(self, identity: bytes, header: Header, values: dict[str, Any]) -> None:
         """Send a short message."""
@@ -80,22 +87,29 @@ class Outbox:
             self._parked.setdefault(identity, {})[header.kind, header.step, header.chunk] = (header, None)
 
     def _filled(self, header: Header, store: ChunkStore) -> Lent:
-        whole = header.kind == Kind.STATED
-        if not whole and store.mirrored is not None:
+        place = (header.optimizer_id, header.session, header.chunk)
+        if place in self._records and self._records[place][0] != store.version:
+            del self._records[place]
+        if header.kind == Kind.STATED:
+            return self._record(place, store)
+        if store.mirrored is not None:
             return store.mirrored
-        key = (header.optimizer_id, header.session, header.chunk, store.version, int(whole))
+        key = (*place, store.version)
         if self._last is not None and self._last[0] == key:
             return self._last[1]
-        if whole:
+        source = store.params.view(torch.uint8)
+        buffer = self._take(source.numel())
+        buffer.data.copy_(source)
+        self._last = (key, buffer)
+        return buffer
+
+    def _record(self, place: tuple[int, ...], store: ChunkStore) -> Lent:
+        if place not in self._records:
             record = store.record()
             buffer = Lent(torch.empty(record.nbytes, dtype=torch.uint8))  # Rare: not pooled.
             record.write(buffer.data)
-        else:
-            source = store.params.view(torch.uint8)
-            buffer = self._take(source.numel())
-            buffer.data.copy_(source)
-        self._last = (key, buffer)
-        return buffer
+            self._records[place] = (store.version, buffer)
+        return self._records[place][1]
 
     def _take(self, size: int) -> Lent:
         self._last = None

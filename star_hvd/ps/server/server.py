@@ -409,6 +409,7 @@ class Server:
                 return False
             if message["do"] == "ping":
                 self.event({"event": "pong"})
+                self.outbox.discard_sent()
                 continue
             try:
                 self._do(message)
