@@ -23,6 +23,8 @@ __all__ = ["Mirror", "new_memory"]
 _SLOT = struct.Struct("<QQQQ")  # offset, capacity, length, number of the write; 0 while empty
 _TAG = struct.Struct("<Q")
 _TAG_AT = 24
+_MOST_LENT = 2
+"""Regions of a record that are being sent at once. With the current record and the next one that makes four at most."""
 
 
 def new_memory() -> int:
@@ -64,15 +66,16 @@ class Mirror:
 
     @property
     def most_places(self) -> int:
-        """Number of regions of the record that has most; two suffice unless older ones are still being sent."""
+        """Number of regions of the record that has most: two, and those that are still being sent."""
         return max((len(places) for places in self._places.values()), default=0)
 
-    def write(self, entry: int, record: Record) -> Lent:
+    def write(self, entry: int, record: Record) -> Lent | None:
         """Replace a record; a reader sees the old one or the new one, never a mixture.
 
         Returns:
             The bytes of the record's first tensor in this memory; they stay unchanged while being sent, and at least
-            until the second further write of this record.
+            until the second further write of this record. None if too many older ones are still being sent: this one
+            may be overwritten then, as memory never shrinks.
         """
         slots = [self._slot(entry, 0), self._slot(entry, 1)]
         which = 0 if slots[0][3] <= slots[1][3] else 1
@@ -83,6 +86,10 @@ class Mirror:
         region = self._region(offset, capacity)
         record.write(region)
         _TAG.pack_into(self._table, at + _TAG_AT, slots[1 - which][3] + 1)
+        self._lent.pop(offset, None)
+        sending = [place for place in self._places[entry] if place in self._lent and not self._lent[place].free()]
+        if len(sending) >= _MOST_LENT:
+            return None
         self._lent[offset] = Lent(region[record.first])
         return self._lent[offset]
 

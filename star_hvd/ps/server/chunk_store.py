@@ -30,7 +30,7 @@ class ChunkStore:
         version: Updates applied so far.
         applied: Per rank, the step of its last push that was applied to the parameters.
         params: The parameters, one flat tensor.
-        mirrored: The mirror's copy of `params`, None until it is written.
+        mirrored: The mirror's copy of `params`, None until it is written or if it may not be sent.
         seq: Number of the last order that changed `params`.
         wide: dtype in which gradients are summed.
     """

@@ -360,9 +360,7 @@ def test_a_server_needs_no_more_memory_for_what_is_on_its_way() -> None:
             for step in range(1, 21):
                 run_all(*(lambda r=r: one_step(made, r, 20 * block + step, 0) for r in range(2)))  # noqa: B023
             sizes.append(job.mirror.most_places)
-        # 240 updates. How many places are needed at once depends on when ZeroMQ's thread is done with a frame, which a
-        # busy machine delays; what was not given back would add up.
-        assert sizes[-1] <= 16 and sizes[-1] - sizes[2] <= 3, f"places per chunk: {sizes}"
+        assert max(sizes) <= 4, f"places per chunk: {sizes}"  # 240 updates.
 
 
 # ---- late gradients and fetches ---------------------------------------------------------------------------------
