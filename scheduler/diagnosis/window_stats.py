@@ -48,6 +48,9 @@ OVERSUBSCRIBED = 0.03
 """Usual share of waits for a processor above which there are fewer cores than ranks: 4 ranks on 2 idle cores show 1 %,
 on 2 busy ones 40 %."""
 
+_STARVED_REPORTS = 16
+"""Least reports of a starved rank among ranks that all wait: over fewer, random waits of equal ranks differ as much."""
+
 RECENT = 32
 """Reports per rank in its median: more than a straggler's rotation of a few steps, fewer than a training phase."""
 
@@ -242,20 +245,35 @@ class Readings:
         return np.asarray(_in_force(steps, times, counts, needed, 0.0).min(axis=0))
 
 
-def queueing(runqueue_s: _Floats, compute_s: _Floats, limit: float = OVERSUBSCRIBED) -> tuple[_Floats, bool]:
-    """Return the share of its compute time that each rank waits for a processor, and whether to subtract those waits.
+def queueing(
+    runqueue_s: _Floats, compute_s: _Floats, counts: _Ints, limit: float = OVERSUBSCRIBED
+) -> tuple[_Floats, _Floats]:
+    """Return the share of its compute time that each rank waits for a processor, and the part of it to subtract.
 
     If most ranks wait, there are fewer cores than ranks or other programs use them: a rank without a core for a moment
-    is not slow, and no mode would help. If a single rank waits, it is starved, and its waits are kept.
+    is not slow, and no mode would help. A rank that waits for far longer than is usual is starved: of its waits only
+    the usual ones are subtracted. If most ranks do not wait, nothing is.
 
     Args:
         runqueue_s: Waits of every rank, the sum of its reports.
         compute_s: The same for its compute times, waits included.
+        counts: Number of its reports.
         limit: Median share above which waits are subtracted.
+
+    Returns:
+        The shares, and the parts of the ranks' waits to subtract, 0 to 1.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         shares = np.where(compute_s > 0.0, np.minimum(1.0, runqueue_s / compute_s), 0.0)
-    return shares, lower_median(shares) > limit
+        usual = np.float64(lower_median(shares))
+        if not usual > limit:
+            return shares, np.zeros(len(shares))
+        # With the usual share a rank would take (1 - share) / (1 - usual) of its time. Random waits vary the more, the
+        # more of them are usual, hence the second factor: for waits of 40 % the limit is 2.2 times the time, not 1.3.
+        starved = (counts >= _STARVED_REPORTS) & ((1.0 - usual) ** 2 > THRESHOLD * (1.0 - shares))
+        # Of a starved rank, the wait that would give it the usual share.
+        part = usual / (1.0 - usual) * (1.0 - shares) / shares
+        return shares, np.where(starved, part, 1.0)
 
 
 def _in_force(steps: _Ints, times: _Floats, counts: _Ints, needed: _Ints, before: float) -> _Floats:

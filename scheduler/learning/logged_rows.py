@@ -282,9 +282,9 @@ def _rank_stats(run: LoggedRun, step: int, event: Mapping[str, Any]) -> Iterator
         np.array([sum(getattr(one, name) for one in own) for own in kept.values()])
         for name in ("runqueue_s", "compute_s")
     )
-    _, without_waits = queueing(queued_s, computed_s)
-    for rank, own in kept.items():
-        times_s = [one.compute_s - (one.runqueue_s if without_waits else 0.0) for one in own]
+    _, waits_out = queueing(queued_s, computed_s, np.array([len(own) for own in kept.values()]))
+    for waits, (rank, own) in zip(waits_out.tolist(), kept.items(), strict=True):
+        times_s = [one.compute_s - waits * one.runqueue_s for one in own]
         rate = _reading(event, "link_bytes_per_s", rank)
         yield RankStats(
             rank=rank, compute_s=tuple(times_s), steps=tuple(one.step for one in own),

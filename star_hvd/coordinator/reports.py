@@ -42,7 +42,7 @@ class History:
         self._steps = np.zeros((world_size, depth), dtype=np.int64)
         self._counts = np.zeros(world_size, dtype=np.int64)
         self._depth = depth
-        self._without_waits = False  # Whether the latest table subtracts waits for a processor.
+        self._waits_out = np.zeros(world_size)  # Part of its waits for a processor that the latest table subtracts.
 
     def append(self, report: StepReport) -> None:
         """Take in a report; the oldest of its rank is dropped once there are `depth`."""
@@ -118,8 +118,8 @@ class History:
     ) -> RankTable:
         """Return the reports as the ranks of a window; later reports do not change it.
 
-        Waits for a processor are subtracted if most ranks have them (`scheduler.diagnosis.window_stats.queueing`). A
-        rank's time is at least that in which it can load a batch.
+        Waits for a processor are subtracted if most ranks have them (`scheduler.diagnosis.window_stats.queueing`), of a
+        starved rank only the usual ones. A rank's time is at least that in which it can load a batch.
 
         Args:
             oversubscribed_share: Median share of waits for a processor above which they are subtracted.
@@ -131,8 +131,8 @@ class History:
                 computing and for loading.
         """
         runqueue_s, total_s = self._values[:, _RUNQUEUE].sum(axis=1), self._values[:, _COMPUTE].sum(axis=1)
-        queued, self._without_waits = queueing(runqueue_s, total_s, oversubscribed_share)
-        queued_s = self._values[:, _RUNQUEUE] if self._without_waits else np.zeros(1)
+        queued, self._waits_out = queueing(runqueue_s, total_s, self._counts, oversubscribed_share)
+        queued_s = self._waits_out[:, None] * self._values[:, _RUNQUEUE]
         compute_s, input_s = self._of_usual_batches(self._values[:, _COMPUTE] - queued_s, scale)
         waiting = _share(input_s.sum(axis=1), (compute_s + queued_s).sum(axis=1))
         return RankTable(
@@ -156,8 +156,7 @@ class History:
         """
         latest = self._values[rank, :, -1].tolist()
         compute_s, input_s, load_s = latest[_COMPUTE], latest[_INPUT], latest[_LOAD]
-        if self._without_waits:
-            compute_s -= latest[_RUNQUEUE]
+        compute_s -= float(self._waits_out[rank]) * latest[_RUNQUEUE]
         if scale is not None:
             compute_s -= input_s if load_s > 0.0 else 0.0
             compute_s, load_s = scale[0] * max(0.0, compute_s), scale[1] * load_s

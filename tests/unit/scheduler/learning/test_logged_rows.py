@@ -51,7 +51,7 @@ def _logged(folder: Path, queued: tuple[float, ...], **window: object) -> Logged
     return found
 
 
-@pytest.mark.parametrize("queued", [(0.0,) * 4, (0.0, 0.0, 0.4, 0.0), (0.4, 0.3, 0.4, 0.2)])
+@pytest.mark.parametrize("queued", [(0.0,) * 4, (0.0, 0.0, 0.4, 0.0), (0.4, 0.3, 0.4, 0.2), (0.05, 0.04, 0.8, 0.05)])
 def test_times_are_those_of_the_coordinator(queued: tuple[float, ...], tmp_path: Path) -> None:
     """The first step is not typical, and waits for processors count only where few ranks have them."""
     job = Job(_RANKS)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.records import Plan
+from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.switch import Prepared
 from tests.support.job_states import Job, only
@@ -134,3 +134,28 @@ def test_a_rank_that_becomes_slow_gets_its_group_though_noise_divides_the_others
 
 def test_a_group_that_is_not_needed_any_more_is_given_up() -> None:
     assert regroupings(Plan.grouped(4, 0), [4.0, 1.0, 1.0, 1.0], lambda past_s: [1.0] * 4)[0] == [[0, 1, 2, 3]]
+
+
+def _plans_of_crowded_job(seed: int, starved: float, usual: float) -> list[m.PlanMessage]:
+    """4 ranks that wait for processors, at random, for a share of their time; the last one for another share."""
+    rng, job, plans = random.Random(seed), Job(4), []
+    job.register(None)
+    for step in range(120):
+        for rank in range(4):
+            ran_s, share = 0.1 * rng.lognormvariate(0.0, 0.02), starved if rank == 3 else usual
+            waits_s = ran_s * share / (1.0 - share) * rng.expovariate(1.0)
+            job.say(rank, m.Arrive(0, step, 0, StepTimes(ran_s + waits_s, runqueue_s=waits_s), 0.01))
+            job.now_s += 0.04
+            plans += only(job.tick(), m.PlanMessage)
+    return plans
+
+
+@pytest.mark.parametrize("usual", [0.04, 0.2, 0.4])
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_compete_for_processors_are_no_stragglers(seed: int, usual: float) -> None:
+    assert [plan.plan["reason"] for plan in _plans_of_crowded_job(seed, usual, usual)] == []
+
+
+@pytest.mark.parametrize("usual", [0.02, 0.04, 0.2])
+def test_a_rank_that_is_starved_among_ranks_that_wait_is_a_straggler(usual: float) -> None:
+    assert _plans_of_crowded_job(0, 0.75, usual)

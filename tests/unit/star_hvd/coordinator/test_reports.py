@@ -15,7 +15,7 @@ from scheduler.policy.accuracy_guard import loss_alarm
 from scheduler.records import StepReport, StepTimes
 from star_hvd.coordinator.reports import Arrivals, History, Losses
 
-_DEPTH = 8
+_DEPTH = 16
 
 
 def _filled(n: int, counts: list[int], seed: int) -> tuple[History, list[deque[StepReport]]]:
@@ -37,8 +37,16 @@ def _share(reports: deque[StepReport], name: str) -> float:
     return min(1.0, sum(getattr(report.times, name) for report in reports) / total_s) if total_s > 0 else 0.0
 
 
+def _waits_out(reports: deque[StepReport], usual: float) -> float:
+    """The part of a rank's waits that is usual: all of it in a table that is too short to say more."""
+    share = _share(reports, "runqueue_s")
+    if len(reports) < 16 or (1.0 - usual) ** 2 <= 1.3 * (1.0 - share):
+        return 1.0
+    return usual / (1.0 - usual) * (1.0 - share) / share
+
+
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.2, 2]))
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.2, 2]))
 def test_a_table_tells_what_the_reports_say(counts: list[int], seed: int, limit: float) -> None:
     n = len(counts)
     history, plain = _filled(n, counts, seed)
@@ -50,13 +58,13 @@ def test_a_table_tells_what_the_reports_say(counts: list[int], seed: int, limit:
         silent_s=[0.1] * n,
         comm_s=(0.01, 0.02),
     )
-    queueing = sorted(_share(reports, "runqueue_s") for reports in plain)
-    short = queueing[(n - 1) // 2] > limit
+    usual_share = sorted(_share(reports, "runqueue_s") for reports in plain)[(n - 1) // 2]
     assert len(table) == n
     for rank, (stats, reports) in enumerate(zip(table, plain, strict=True)):
         assert stats.rank == rank
         assert stats.steps == tuple(report.step for report in reports)
-        expected = [report.times.compute_s - (report.times.runqueue_s if short else 0.0) for report in reports]
+        part = _waits_out(reports, usual_share) if usual_share > limit else 0.0
+        expected = [report.times.compute_s - part * report.times.runqueue_s for report in reports]
         assert stats.compute_s == pytest.approx(tuple(expected), rel=0.0, abs=1e-12)
         assert stats.input_share == pytest.approx(_share(reports, "input_s"))
         assert stats.starved_share == pytest.approx(max(_share(reports, "runqueue_s"), throttled[rank]))
@@ -80,6 +88,20 @@ def test_a_table_is_not_changed_by_later_reports() -> None:
     for step in range(20):
         history.append(StepReport(rank=0, step=100 + step, times=StepTimes(9.0)))
     assert repr(tuple(table)) == before
+
+
+def test_of_a_starved_rank_only_the_usual_waits_are_taken_out() -> None:
+    history = History(4, 32)
+    for step in range(32):
+        for rank, (compute_s, waits_s) in enumerate([(0.1, 0.004)] * 3 + [(0.4, 0.3)]):
+            history.append(StepReport(rank=rank, step=step, times=StepTimes(compute_s, runqueue_s=waits_s)))
+    table = history.table(
+        oversubscribed_share=0.03, starved_share=[0.0] * 4, link_bytes_per_s=[1.0] * 4, silent_s=[0.0] * 4, comm_s=()
+    )
+    expected = [0.096] * 3 + [0.4 - 0.1 * 0.04 / 0.96]
+    assert [stats.compute_s[-1] for stats in table] == pytest.approx(expected)
+    assert [history.newest_s(rank) for rank in range(4)] == pytest.approx(expected)
+    assert [stats.starved_share for stats in table] == pytest.approx([0.04] * 3 + [0.75])
 
 
 def test_usual_times_of_full_histories() -> None:
