@@ -275,7 +275,7 @@ class LinkRelevance:
 
     def arrived(self, rank: int, now_s: float) -> None:
         """Note that a rank's gradient is complete, to time the first step's reduction; ranks time later ones."""
-        if self._arrivals.comm_s:
+        if self._arrivals.reduced_s:
             return
         if len(self._first) < len(self.bytes_per_s):
             self._first.add(rank)
@@ -298,8 +298,8 @@ class LinkRelevance:
 
     def _seen_s(self, now_s: float) -> float:
         """Return the duration of the latest reduction, or of the first one so far; 0 before."""
-        if self._arrivals.comm_s:
-            return self._arrivals.comm_s[-1]
+        if self._arrivals.reduced_s:
+            return self._arrivals.reduced_s[-1]
         if len(self._first) < len(self.bytes_per_s):
             return 0.0
         return (now_s if math.isnan(self._second_s) else self._second_s) - self._first_s
@@ -318,7 +318,7 @@ class LinkRelevance:
 
     def _recent_s(self) -> tuple[float, float]:
         """Return the usual times of recent communication and of compute; NaN if unknown."""
-        recent = list(self._arrivals.comm_s)[-_COMM_STEPS:]
+        recent = list(self._arrivals.reduced_s)[-_COMM_STEPS:]
         known = [usual_s for usual_s in self._history.usual_s() if not math.isnan(usual_s)]
         comm_s = statistics.median_low(recent) if recent else math.nan
         return comm_s, statistics.median_low(known) if known else math.nan
@@ -326,7 +326,7 @@ class LinkRelevance:
     def _costly(self) -> bool:
         """Whether communication takes enough of a step for a slow link to matter."""
         if self._costs is None:
-            known = len(self._arrivals.comm_s)
+            known = len(self._arrivals.reduced_s)
             share = _COMM_SHARE if known >= _COMM_STEPS else _COMM_SURE_SHARE if known >= _COMM_SURE else _COMM_MOST
             comm_s, compute_s = self._recent_s()
             # False also if one of them is unknown (NaN).

@@ -214,6 +214,7 @@ class OptimizerState:
             self.arrivals.waited(rank, message.previous_wait_s)
         if self.active.may_close:
             self.arrivals.came(rank, message.step, now_s)
+            self.arrivals.fresh(rank, message.step, message.previous_wait_s, now_s)
         else:
             if not local:
                 self.arrivals.in_lockstep(rank, message.step - 1, message.previous_wait_s)
@@ -401,7 +402,7 @@ class OptimizerState:
         wake_s = now_s + 1.0
         order, again_s = self.rule.evaluate(now_s)
         if order is not None:
-            self._close(order)
+            self._close(order, now_s)
         if again_s is not None:
             wake_s = min(wake_s, again_s)
         if self._switch is not None and self._switch.overdue(self.rule.step, now_s):
@@ -497,7 +498,8 @@ class OptimizerState:
 
     def surprised_by_links(self, now_s: float) -> bool:
         """Whether reductions take far longer than the known rates of links explain, so that these are outdated."""
-        return self.choice is not None and self.active.mode == "sync" and self.links.surprised(now_s)
+        timed = self.active.mode in ("sync", "partial")
+        return self.choice is not None and timed and self.links.surprised(now_s)
 
     def _sync(self, reason: str) -> Plan:
         return Plan.sync(
@@ -569,8 +571,9 @@ class OptimizerState:
         logger.info("plan %s is abandoned: %s", plan.label, reason)
         self._send(Abandon(self.optimizer_id, plan.plan_id, reason))
 
-    def _close(self, order: Close) -> None:
+    def _close(self, order: Close, now_s: float) -> None:
         self.closed += 1
+        self.arrivals.closed(order.step, now_s)
         self._alerts.closing(order, has_queue=self.has_queue)
         self._send(CloseStep(self.optimizer_id, order.step, order.typical_compute_s))
 

@@ -11,6 +11,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -187,6 +188,16 @@ _KEPT = 64
 _STEPS_KEPT = 4 * _KEPT
 
 
+@dataclass(slots=True)
+class _RelaxedStep:
+    """A step that may close without some ranks: those that were fresh, and how long they waited."""
+
+    ranks: set[int] = field(default_factory=set)
+    last_s: float = math.nan  # When the last of them arrived, on the coordinator's clock.
+    held_s: float = 0.0  # How long the step waited for others after that.
+    waits_s: dict[int, float] = field(default_factory=dict)
+
+
 class Arrivals:
     """Recent waits and arrivals of every rank.
 
@@ -194,15 +205,18 @@ class Arrivals:
         world_size: Number of ranks.
 
     Attributes:
-        comm_s: Recent times of a step's communication without waiting for others, oldest first.
+        comm_s: Recent times of a step's communication without waiting for others, oldest first; in lockstep only.
+        reduced_s: The same, and upper bounds in steps that may close without some ranks, whose helpers take part.
     """
 
     def __init__(self, world_size: int) -> None:
         self.comm_s: deque[float] = deque(maxlen=_KEPT)
+        self.reduced_s: deque[float] = deque(maxlen=_KEPT)
         self._wait_s: list[deque[float]] = [deque(maxlen=_KEPT) for _ in range(world_size)]
         self._offset_s: list[deque[float]] = [deque(maxlen=_KEPT) for _ in range(world_size)]
         self._first_s: dict[int, float] = {}
         self._step_waits_s: dict[int, dict[int, float]] = {}
+        self._relaxed: dict[int, _RelaxedStep] = {}  # The latest two.
 
     def waited(self, rank: int, wait_s: float) -> None:
         """Note how long a rank was inside a collective."""
@@ -221,6 +235,7 @@ class Arrivals:
         if len(waits) == len(self._wait_s):
             del self._step_waits_s[step]
             self.comm_s.append(min(waits.values()))  # Wait of the last rank to arrive, which waited for no other.
+            self.reduced_s.append(self.comm_s[-1])
             longest_s = max(waits.values())
             for other, other_s in waits.items():
                 self._offset_s[other].append(longest_s - other_s)
@@ -234,6 +249,28 @@ class Arrivals:
             if len(self._first_s) > _STEPS_KEPT:
                 del self._first_s[next(iter(self._first_s))]
         self._offset_s[rank].append(now_s - self._first_s[step])
+
+    def fresh(self, rank: int, step: int, wait_s: float, now_s: float) -> None:
+        """Note a fresh gradient for a step that may close without some ranks, and the rank's wait in its last step.
+
+        Of the ranks that were fresh in a step, the last one waited for the order to close it and for the reduction.
+        """
+        known = self._relaxed.setdefault(step, _RelaxedStep())
+        known.ranks.add(rank)
+        known.last_s = now_s
+        before = self._relaxed.get(step - 1)
+        # The wait of a rank that was late is that of an earlier step.
+        if before is not None and rank in before.ranks:
+            before.waits_s[rank] = wait_s
+            if len(before.waits_s) == len(before.ranks):
+                self.reduced_s.append(max(0.0, min(before.waits_s.values()) - before.held_s))
+        for old in [each for each in self._relaxed if each < step - 1]:
+            del self._relaxed[old]
+
+    def closed(self, step: int, now_s: float) -> None:
+        """Note that a step was ordered to close: until then it waited for ranks, not for a reduction."""
+        if step in self._relaxed:
+            self._relaxed[step].held_s = max(0.0, now_s - self._relaxed[step].last_s)
 
     @property
     def usual_comm_s(self) -> float:

@@ -269,6 +269,21 @@ def test_a_reduction_that_lasts_longer_than_its_links_explain_has_them_measured_
     assert probes(1.0) >= 3, "and again; the first one goes with the step"
 
 
+def test_links_are_measured_when_reductions_become_slow_under_partial() -> None:
+    job = slow_link_job([2.5e7] * 4)
+    job.engine.rule.plan = job.engine.active = Plan.partial(4, 3)
+    for step, comm_s in enumerate([0.02] * 9 + [1.0] * 6):
+        for rank in range(3):
+            job.say(rank, m.Arrive(0, step, 0, StepTimes(0.03, 0.0, 0.03), comm_s))
+        job.say(3, m.Late(0, step, 0, StepTimes(0.12, 0.0, 0.12)))
+        job.now_s += 0.1
+        job.tick()
+        slow = step >= 9
+        assert job.engine.surprised_by_links(job.now_s) == slow
+    assert job.engine.suspects_links
+    assert [one.link_bytes_per_s for one in job.engine.window().ranks] == [2.5e7] * 4
+
+
 @pytest.mark.parametrize(
     ("rates", "first_s", "made"),
     [

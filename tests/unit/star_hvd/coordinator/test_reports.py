@@ -154,6 +154,32 @@ def test_the_latest_time_is_without_waits_where_those_of_the_table_are() -> None
         assert history.newest_s(0) == pytest.approx(found_s) == next(iter(table)).compute_s[0]
 
 
+def _relaxed_steps(came_s: list[list[float | None]], reduction_s: float) -> Arrivals:
+    """Steps whose ranks arrive at these times after its start; None: late. A step waits 30 ms for those."""
+    arrivals, began_s, waits = Arrivals(len(came_s[0])), 0.0, [0.0] * len(came_s[0])
+    for step, offsets in enumerate(came_s):
+        known = sorted((when, rank) for rank, when in enumerate(offsets) if when is not None)
+        for when, rank in known:
+            arrivals.fresh(rank, step, waits[rank], began_s + when)
+        last = known[-1][0]
+        if len(known) < len(offsets):
+            last += 0.03
+            arrivals.closed(step, began_s + last)
+        for when, rank in known:
+            waits[rank] = last + reduction_s - when
+        began_s += last + reduction_s
+    return arrivals
+
+
+def test_reductions_of_steps_without_a_rank_are_timed() -> None:
+    """Without what a step waited for ranks, whether or not these came; the waits of late ranks are older."""
+    always = _relaxed_steps([[0.1, 0.12, None]] * 5, 0.2)
+    assert list(always.reduced_s) == pytest.approx([0.2] * 4) and not always.comm_s
+    sometimes = _relaxed_steps([[0.1, 0.12, 0.12 if step % 3 else None] for step in range(10)], 0.2)
+    assert list(sometimes.reduced_s) == pytest.approx([0.2] * len(sometimes.reduced_s))
+    assert len(sometimes.reduced_s) >= 5
+
+
 def test_a_rise_of_the_loss_under_servers_is_seen_as_soon_as_in_sync() -> None:
     """Two percent per step's worth of pushes: with a loss per push, 120 losses are two such steps, and look flat."""
     n, losses = 64, Losses()
