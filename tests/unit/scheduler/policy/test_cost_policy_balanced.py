@@ -93,6 +93,18 @@ def test_it_is_chosen_where_only_exact_modes_are_allowed_and_left_when_the_rank_
     assert active.plain
 
 
+def test_it_is_kept_while_it_pays_though_no_rank_counts_as_slow() -> None:
+    """A rank at 1.2 times the others' time is below the threshold, but all others would wait for it."""
+    n = 16
+    active = Plan.sync(n, balanced=True, batch_shares=(19,) * n, plan_id=1)
+    policy, times = CostPolicy(n), steady(n, slow={5: 1.2}, jitter=0.03)
+    for end in range(40, 400, 4):
+        seen = window(times, end=end, allowed=EXACT, batch=19, now_s=0.1 * end)
+        plan = policy.decide(seen, active)
+        assert plan is None, plan.reason
+    assert "no rank is slow since step 40" in policy.explain()
+
+
 def test_without_shard_exact_modes_are_sync_alone() -> None:
     policy = CostPolicy(4)
     for end in range(40, 80, 4):
