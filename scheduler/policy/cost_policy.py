@@ -217,6 +217,14 @@ class CostPolicy:
         self.last = self._rated(window, conditions, active, stragglers)
         return self._choose(window, conditions, active, stragglers, lost_s) if self.last else None
 
+    def alarmed(self, window: Window, active: Plan) -> bool:
+        """Whether the guard of accuracy wants the active plan replaced; to be asked about every window.
+
+        The guard compares the last losses with those before them: with short steps, all of them are new by the next
+        decision, and a rise between two decisions would be taken for the level.
+        """
+        return self.world_size > 1 and bool(self.guard.check(window, active))
+
     def _measured(self, window: Window, active: Plan) -> Conditions | None:
         """Note what a window shows, and return the conditions of a decision; None if not every rank has reported."""
         if window.comm_bytes != self._sized_bytes and not self.price.observations:

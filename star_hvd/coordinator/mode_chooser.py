@@ -98,8 +98,8 @@ class Choice:
         """Return the plan to switch to, None to keep the active one.
 
         A change of stragglers triggers a decision at once in `sync`, within 0.3 to 1 s in other modes; without changes
-        decisions become rarer, down to one per 2 s. If a prediction raises, the active plan stays and the rule-based
-        policy decides for a minute or more.
+        decisions become rarer, down to one per 2 s. An alarm of the guard of accuracy is answered at once. If a
+        prediction raises, the active plan stays and the rule-based policy decides for a minute or more.
         """
         if self._retry_at_s is not None and now_s >= self._retry_at_s:
             self._retry_at_s, self._predicting = None, self._make_predicting()
@@ -108,11 +108,13 @@ class Choice:
             return self._decide_by_rule(window, active)
         alert = active.mode == "sync" and bool((Readings.of(window).run_lengths() >= _ALERT).any())
         seen = (active.plan_id, tuple((s.rank, s.cause) for s in stragglers), window.allowed, alert)
-        if not self._pace.due(seen, now_s, in_sync=active.mode == "sync"):
-            self.watch(window, active, now_s)
-            return None
-        self._learn(window, active)
+        due = self._pace.due(seen, now_s, in_sync=active.mode == "sync")
         try:
+            # A loss that rises is no reason to predict more often, but `sync` must not wait for the next prediction.
+            if not (self._predicting.alarmed(window, active) or due):
+                self.watch(window, active, now_s)
+                return None
+            self._learn(window, active)
             plan = self._predicting.decide(window, active)
         except Exception:
             self._give_predicting_up(now_s)

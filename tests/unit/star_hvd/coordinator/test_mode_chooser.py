@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -109,6 +110,21 @@ def test_what_changes_all_the_time_is_looked_at_a_few_times_a_second(active: Pla
     choice.decide(window(), active, (), 20.4)
     choice.decide(window(), active.replace(plan_id=1), (), 20.71)
     assert ranker.asked == before + 3
+
+
+def test_a_loss_that_rises_is_answered_at_once_however_short_the_steps() -> None:
+    """Steps of 5 ms: 400 of them between two decisions while nothing changes, and 256 losses are kept."""
+    choice, active = Choice(4, Config(), HOSTS, Counting()), Plan.partial(4, 3)
+    rng, losses = random.Random(0), [0.6] * 256
+    for tenth in range(200):
+        assert decide(choice, window(20 * tenth + 256, losses=losses), active, 0.1 * tenth) is None
+        losses = losses[20:] + [0.6 + 0.02 * rng.random() for _ in range(20)]
+    answered = []
+    for tenth in range(200, 206):
+        losses = losses[20:] + [2.3 + 0.02 * rng.random() for _ in range(20)]
+        answered.append(decide(choice, window(20 * tenth + 256, losses=losses), active, 0.1 * tenth))
+    plan = next(plan for plan in answered if plan is not None)
+    assert plan.plain and "the loss" in plan.reason
 
 
 def test_a_policy_that_fails_gives_way_to_the_rule(caplog: pytest.LogCaptureFixture) -> None:
