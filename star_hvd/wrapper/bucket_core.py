@@ -539,6 +539,8 @@ class BucketCore:
         again = bool(self._outcome)  # Without another gradient since: `step` without `skip_synchronize`.
         if again and self._outcome == "in mode" and self.driver.active_mode is not None:
             return  # Servers have the gradient; `apply` finds what was changed since.
+        if again and self._outcome == "late" and not self.pending:
+            return  # The gradient is kept, or in the step that is being reduced; given again, it would count twice.
         if not again:
             self.run.note_step()
         self.finish_step()

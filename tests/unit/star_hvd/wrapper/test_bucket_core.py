@@ -475,6 +475,33 @@ def test_a_gradient_that_is_synchronized_before_the_step_is_given_to_servers_onc
     assert len(pushed) == 2 * len(rank.core.buckets) and all(bool((values == 0.25).all()) for values in pushed)
 
 
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_late_gradient_that_is_synchronized_before_the_step_is_kept_once(
+    monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    """`step()` without `skip_synchronize` gave it again: a part was kept twice, one from a buffer under reduction."""
+    rank = Stepping(monkeypatch)
+    monkeypatch.setattr(rank.driver, "arrive", lambda *, manual: False)
+    given: list[int] = []
+    monkeypatch.setattr(rank.driver, "give", lambda bucket: given.append(bucket.index))
+    rank.core.set_passes(passes)
+    everything = sorted(bucket.index for bucket in rank.core.buckets)
+    for number in (1, 2):
+        for _ in range(passes):
+            rank.backward()
+        rank.core.synchronize(manual=True)
+        rank.core.synchronize(manual=False)
+        assert sorted(given) == sorted(everything * number) and rank.driver.mid_step()
+        rank.apply()
+    assert rank.caught_up == [True] * 2
+    for _ in range(passes):
+        rank.backward()
+    rank.core.synchronize(manual=True)
+    rank.backward()  # One pass of the next step, whole or not, is no repetition.
+    rank.core.synchronize(manual=False)
+    assert sorted(given) == sorted(everything * 4)
+
+
 def test_a_bucket_that_servers_still_answer_is_awaited_before_it_is_overwritten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
