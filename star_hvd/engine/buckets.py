@@ -149,6 +149,12 @@ class Bucket:
         grad = self.params[position].grad
         return grad is not None and not grad.is_sparse and grad.data_ptr() == self.views[position].data_ptr()
 
+    def take_out(self, position: int) -> None:
+        """Give one parameter a copy as its gradient if that is in the buffer, which is then independent of it."""
+        grad = self.params[position].grad
+        if grad is not None and self.shows(position):
+            self.params[position].grad = grad.clone()
+
 
 def set_weight(flat: torch.Tensor, weight: float) -> None:
     """Write the weight behind a buffer's gradients.

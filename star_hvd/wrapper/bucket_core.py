@@ -331,9 +331,8 @@ class BucketCore:
     def release(self) -> None:
         """Remove a dropped optimizer's hooks, and copy gradients out of its buckets."""
         self.remove_hooks()
-        for param, (bucket, position) in self._where.items():
-            if param.grad is not None and bucket.shows(position):
-                param.grad = param.grad.clone()
+        for bucket, position in self._where.values():
+            bucket.take_out(position)
 
     def finish_step(self) -> None:
         """Wait for an overlapped step to end."""
@@ -568,6 +567,8 @@ class BucketCore:
         if result is not None:
             self._each_dense(Bucket.show)  # The program may have put others in their place since backward.
             self._sparse.collect()
+        elif by_hand:  # What the program or its hooks write must not get into a buffer that is being reduced.
+            self._each_dense(Bucket.take_out)
         self._reset()
         self._result, self._outcome = result, "late" if result is None else "member"
         if manual:  # No step() may follow.

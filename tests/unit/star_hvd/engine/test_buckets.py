@@ -33,6 +33,19 @@ def test_pack(shapes: list[list[int]], capacity: int, dtypes: list[torch.dtype])
         assert bucket.numel == sum(p.numel() for p in bucket.params)
 
 
+def test_a_gradient_that_is_taken_out_is_independent_of_the_buffer() -> None:
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in ((2, 3), (2,), (1,))]
+    (bucket,) = pack(params, 1000)
+    bucket.show_all()
+    params[1].grad, own = None, torch.ones(1)
+    params[2].grad = own
+    for position in range(3):
+        bucket.take_out(position)
+    assert params[0].grad is not None and params[0].grad.stride() == bucket.views[2].stride()
+    params[0].grad.fill_(5.0)
+    assert not bucket.flat.any() and params[1].grad is None and params[2].grad is own
+
+
 def test_reverse_order() -> None:
     params = [torch.nn.Parameter(torch.zeros(n)) for n in (1, 2, 3)]
     (bucket,) = pack(params, 1000)

@@ -502,6 +502,42 @@ def test_a_late_gradient_that_is_synchronized_before_the_step_is_kept_once(
     assert sorted(given) == sorted(everything * 4)
 
 
+@pytest.mark.parametrize("where", ["between", "hook"])
+def test_clipping_by_hand_on_a_late_rank_writes_into_no_buffer(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """A bucket that this rank submitted before the step closed without it is being reduced meanwhile, in place."""
+    rank = Stepping(monkeypatch)
+    monkeypatch.setattr(rank.driver, "arrive", lambda *, manual: False)
+    params = rank.inner.param_groups[0]["params"]
+    clipped: list[float] = []
+
+    def clip(*_: Any) -> None:
+        clipped.append(float(torch.nn.utils.clip_grad_norm_(params, 0.1)))
+
+    if where == "hook":
+        rank.inner.register_step_pre_hook(clip)
+    for _ in range(2):
+        rank.backward()
+        rank.core.synchronize(manual=where == "between")
+        if where == "between":
+            clip()
+        rank.apply()
+        assert all(bool((bucket.flat[:-1] == 1.0).all()) for bucket in rank.core.buckets)
+        assert all(param.grad.abs().sum() < 0.3 for param in params)
+    assert clipped == [pytest.approx(24**0.5)] * 2, "the program sees its own gradient"
+    monkeypatch.setattr(rank.driver, "arrive", lambda *, manual: True)
+    rank.backward()
+    rank.core.synchronize(manual=where == "between")
+    assert all(bucket.shows(at) for bucket in rank.core.buckets for at in range(len(bucket.params)))
+
+
+def test_a_late_gradient_that_nothing_changes_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Stepping(monkeypatch)
+    monkeypatch.setattr(rank.driver, "arrive", lambda *, manual: False)
+    rank.backward()
+    rank.core.synchronize(manual=False)
+    assert all(bucket.shows(at) for bucket in rank.core.buckets for at in range(len(bucket.params)))
+
+
 def test_a_bucket_that_servers_still_answer_is_awaited_before_it_is_overwritten(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
