@@ -190,7 +190,15 @@ def _adasum(optimizer: torch.optim.Optimizer, named: Any, compression: Any, pass
     wrapped.horovods_own = HorovodsOwn()
     note_reducing(wrapped.horovods_own)
     note_unlogged(wrapped.horovods_own, "Adasum", int(mpi_ops.rank()))
+    _pin_unweighted()
     return wrapped
+
+
+def _pin_unweighted() -> None:
+    """Keep the job's other optimizers in lockstep, since one now reduces without the batches' weights."""
+    running = runtime.current()
+    for driver in running.drivers.values() if running is not None else ():
+        driver.pin(unweighted(), equal_batches=True)
 
 
 def _inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -336,10 +344,8 @@ class _Wrapper:
             **common,
         )
         note_unlogged(native, why, int(mpi_ops.rank()))
-        running = runtime.current()
-        if running is not None and native.reduces:
-            for driver in running.drivers.values():
-                driver.pin(unweighted(), equal_batches=True)
+        if native.reduces:
+            _pin_unweighted()
         return native
 
     def _lockstep_reason(self) -> str | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import horovod.torch.optimizer
 import pytest
 import torch
 from horovod.torch import mpi_ops
@@ -46,3 +48,21 @@ def test_what_runs_as_in_horovod_is_explained(
     )
     assert explain() == f"{expected}: runs as in Horovod, no run log"
     assert optimizer.mode == "sync"
+
+
+@pytest.mark.parametrize("arguments", [{"op": mpi_ops.Adasum}, {"gradient_predivide_factor": 2.0}])
+def test_a_second_optimizer_that_reduces_without_weights_pins_the_first(
+    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that is at another step of the first would leave the others alone in a reduction of the second."""
+    monkeypatch.setattr(mpi_ops, "size", lambda: 2)
+    monkeypatch.setattr(mpi_ops, "rank", lambda: 0)
+    monkeypatch.setattr(mpi_ops.global_process_set, "included", lambda: True)
+    monkeypatch.setattr(horovod.torch.optimizer, "DistributedOptimizer", lambda optimizer, *given, **named: optimizer)
+    pins: list[tuple[str, bool]] = []
+    first = SimpleNamespace(pin=lambda reason, *, equal_batches: pins.append((reason, equal_batches)))
+    monkeypatch.setattr(runtime, "current", lambda: SimpleNamespace(drivers={0: first}, in_hand=None))
+    net = torch.nn.Linear(3, 2)
+    second = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), **arguments)
+    assert second is not None
+    assert pins == [("an optimizer's gradients are reduced by Horovod itself, without weights", True)]
