@@ -42,6 +42,7 @@ class Joined:
         check: Called during waits; raises what makes waiting pointless.
         meet: Takes part in a meeting of all ranks, given its name.
         calls: Counts this rank's operations, by `ProgramCollective.counter`.
+        steps: The steps that have ended on this rank so far, of all optimizers; another number shows that others train.
         look_s: Time between two checks in a wait.
     """
 
@@ -51,10 +52,11 @@ class Joined:
         check: Callable[[], None],
         meet: Callable[[str], None],
         calls: collections.Counter[str],
+        steps: Callable[[], int] = lambda: 0,
         look_s: float = _LOOK_S,
     ) -> None:
         self._send, self._check, self._meet = send, check, meet
-        self._calls = calls
+        self._calls, self._steps = calls, steps
         self._lock = ordered_lock("Joined._lock")
         self._ranks: list[int] = []  # The last to join last.
         self._begun: dict[tuple[str, int], ProgramCollective] = {}
@@ -122,6 +124,10 @@ class Joined:
     def wait(self, world_size: int, deadline_s: float) -> int:
         """Wait, inactive, until all ranks have called `join`, adding zeros to the others' reductions.
 
+        Args:
+            world_size: Number of ranks.
+            deadline_s: Longest wait since the last sign of the others: a step, a collective, or another call of `join`.
+
         Returns:
             The last rank to join.
 
@@ -130,19 +136,22 @@ class Joined:
             StarError: Another rank is in a collective that needs this rank's data.
         """
         self._send(JoinCalled())
-        limit_s, handles = time.monotonic() + deadline_s, list[Any]()
+        limit_s, steps, handles = time.monotonic() + deadline_s, self._steps(), list[Any]()
         while True:
             try:
                 message = self._heard.get(timeout=self._look_s)
             except queue.Empty:
                 self._check()
+                if (ended := self._steps()) != steps:
+                    limit_s, steps = time.monotonic() + deadline_s, ended
                 if time.monotonic() < limit_s:
                     continue
                 missing = sorted(set(range(world_size)).difference(self._ranks))
                 raise DeadlineError(
-                    f"ranks {missing} did not call hvd.join() within {deadline_s:g} s; all ranks have to, or raise "
-                    "Config.step_deadline_s"
+                    f"ranks {missing} did not call hvd.join() within {deadline_s:g} s of the last step "
+                    "that ended here; all ranks have to, or raise Config.step_deadline_s"
                 ) from None
+            limit_s = time.monotonic() + deadline_s
             if isinstance(message, ProgramCollective):
                 handles += self._add_zeros(message)
             elif len(message.ranks) == world_size:  # Behind all that they began before.

@@ -210,6 +210,7 @@ class Runtime:
         self.joined = Joined(
             lambda message: self.agent.send(message), self.raise_failure,
             lambda what: self._meetings.meet(what, self.config.step_deadline_s, out_of_data=True), self.user_calls,
+            lambda: sum(driver.engine.next_step for driver in list(self.drivers.values())),
         )  # fmt: skip
         self._had_dropped = self._had_mixed = False
         self._sources: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
@@ -401,7 +402,7 @@ class Runtime:
         """Wait, inactive, until all ranks have no more data, and meet them; see `Joined`. Return the last to join.
 
         Raises:
-            DeadlineError: Not all ranks came in time.
+            DeadlineError: Not all ranks came, nor was a step made, within `step_deadline_s`.
             StarError: Another rank is in a collective that needs this rank's data.
         """
         last = -1

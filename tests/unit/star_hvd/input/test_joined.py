@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import itertools
+import types
 from typing import Any
 
 import pytest
@@ -24,7 +26,10 @@ class Rank:
         self.submitted: list[tuple[Any, dict[str, Any]]] = []
         self.met: list[str] = []
         self.calls: collections.Counter[str] = collections.Counter()
-        self.joined = Joined(self.sent.append, lambda: None, self.met.append, self.calls, look_s=0.001)
+        self.steps = lambda: 7
+        self.joined = Joined(
+            self.sent.append, lambda: None, self.met.append, self.calls, lambda: self.steps(), look_s=0.001
+        )  # fmt: skip
 
         def submit(tensors: Any, **options: Any) -> int:
             self.submitted.append((tensors, options))
@@ -100,6 +105,31 @@ def test_waiting_for_a_rank_that_never_joins_has_a_deadline(rank: Rank) -> None:
     rank.joined.on_message(JoinedRanks([0]))
     with pytest.raises(DeadlineError, match=r"ranks \[1, 2\] did not call hvd.join\(\) within 0.2 s"):
         rank.joined.wait(3, 0.2)
+
+
+@pytest.mark.parametrize("sign", ["steps", "collectives"])
+def test_a_rank_that_trains_on_for_longer_than_the_deadline_is_waited_for(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, sign: str
+) -> None:
+    """It only has many more batches; a job whose other ranks make steps is healthy."""
+    now_s = itertools.count(0.0, 30.0)
+    monkeypatch.setattr(subject, "time", types.SimpleNamespace(monotonic=lambda: next(now_s)))
+    looks = itertools.count(1)
+
+    def made() -> int:
+        if (number := next(looks)) == 40:
+            rank.joined.on_message(JoinedRanks([0, 1]))
+        if sign == "collectives":
+            rank.joined.on_message(reduction(number))
+        return number if sign == "steps" else 0
+
+    rank.steps = made
+    assert rank.joined.wait(2, 100.0) == 1
+    assert next(now_s) > 1000.0
+    rank.steps = lambda: 7
+    rank.joined.on_message(JoinedRanks([0]))
+    with pytest.raises(DeadlineError):
+        rank.joined.wait(2, 100.0)
 
 
 def test_tensors_are_described_as_they_are_sent() -> None:
