@@ -136,7 +136,8 @@ class Joined:
             StarError: Another rank is in a collective that needs this rank's data.
         """
         self._send(JoinCalled())
-        limit_s, steps, handles = time.monotonic() + deadline_s, self._steps(), list[Any]()
+        limit_s, steps = time.monotonic() + deadline_s, self._steps()
+        collective, handles = HorovodCollective(), collections.deque[Any]()
         while True:
             try:
                 message = self._heard.get(timeout=self._look_s)
@@ -154,9 +155,11 @@ class Joined:
             limit_s = time.monotonic() + deadline_s
             if isinstance(message, ProgramCollective):
                 handles += self._add_zeros(message)
+                while handles and collective.poll(handles[0]):  # Until then Horovod keeps their zeros in memory.
+                    collective.finish(handles.popleft())
             elif len(message.ranks) == world_size:  # Behind all that they began before.
                 break
-        wait_all(HorovodCollective(), handles, deadline_s, "the reductions of ranks that joined later")
+        wait_all(collective, handles, deadline_s, "the reductions of ranks that joined later")
         with self._lock:
             ranks, self._ranks = self._ranks, []
         return ranks[-1]

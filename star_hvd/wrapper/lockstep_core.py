@@ -14,6 +14,7 @@ from horovod.common.util import split_list
 from horovod.torch import mpi_ops
 from horovod.torch.functions import broadcast_object
 
+from star_hvd.input.joined import described
 from star_hvd.runtime import runtime
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.unweighted import note_reducing
@@ -162,6 +163,10 @@ class NativeCore:
 
     def forget(self) -> None:
         """Discard a partial step."""
+        running = runtime.current()
+        if running is not None:
+            for handle, _ in self.handles.values():
+                running.joined.ended(handle)
         self.handles.clear()
         self._delay = dict.fromkeys(self._delay, self.passes)
         self._count = dict.fromkeys(self._count, 0)
@@ -187,9 +192,7 @@ class NativeCore:
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
         packed, contexts = zip(*[self._compression.compress(p.grad) for p in group], strict=True)
-        handle = mpi_ops.grouped_allreduce_async_(
-            packed, name=self.names[group[0]], op=self._op, process_set=self._process_set
-        )
+        handle = self._submit("grouped_allreduce_async_", self.names[group[0]], tensors=packed)
         self.handles[group] = (handle, contexts)
 
     def _reduce(self, param: torch.nn.Parameter) -> tuple[Any, Any]:
@@ -198,22 +201,32 @@ class NativeCore:
         tensor, name = param.grad, self.names[param]
         if tensor.is_sparse:
             if not self._sparse_as_dense:
-                handle = mpi_ops.sparse_allreduce_async(
-                    tensor, name=name, op=self._op, process_set=self._process_set
-                )
-                return handle, None
+                return self._submit("sparse_allreduce_async", name, tensor=tensor), None
             tensor = tensor.to_dense()
         packed, context = self._compression.compress(tensor)
         factor = self._predivide if self._op == mpi_ops.Average else 1.0
-        handle = mpi_ops.allreduce_async_(
-            packed,
-            name=name,
-            op=self._op,
-            prescale_factor=1.0 / factor,
-            postscale_factor=factor,
-            process_set=self._process_set,
+        handle = self._submit(
+            "allreduce_async_", name, tensor=packed, prescale_factor=1.0 / factor, postscale_factor=factor
         )
         return handle, context
+
+    def _submit(self, operation: str, name: str, **given: Any) -> Any:
+        """Start one of Horovod's reductions, and describe it to ranks in `join`, which add zeros to it.
+
+        Their `join` is not Horovod's if the job has other optimizers, too. Reductions are counted by name, since ranks
+        may begin those of one backward pass in different orders.
+        """
+        given |= {"name": name, "op": self._op, "process_set": self._process_set}
+        run, collective = runtime.current(), None
+        if run is not None and run.trains and self._process_set is mpi_ops.global_process_set:
+            counter = f"gradient.{name}"
+            run.user_calls[counter] += 1
+            collective = described(operation, given, counter, run.user_calls[counter])
+            run.joined.begin(collective)
+        handle = getattr(mpi_ops, operation)(**given)
+        if run is not None and collective is not None:
+            run.joined.submitted(handle, collective)
+        return handle
 
     def synchronize(self, *, manual: bool) -> None:
         """Reduce missing gradients, wait, and write the results to `param.grad`."""

@@ -108,6 +108,27 @@ def lbfgs() -> dict[str, Any]:
     return {}
 
 
+def joined() -> dict[str, Any]:
+    """Rank 0 has fewer batches than the others, of their own loader, and joins; one of two optimizers is Horovod's."""
+    result: dict[str, Any] = {"weights": []}
+    for options in ({"groups": 1}, {"gradient_predivide_factor": 2.0}):
+        net = make_net()
+        both = [_optimizer(net[0].parameters()), _optimizer(net[2].parameters(), **options)]
+        for number in range(2 if hvd.rank() == 0 else 6):
+            for optimizer in both:
+                optimizer.zero_grad()
+            (net(torch.full((4, 6), 1.0 + number, dtype=torch.float64)) - 1.0).square().mean().backward()
+            for optimizer in both:
+                optimizer.step()
+        hvd.join()
+        # A rank that joins adds zeros, but makes no step of this optimizer, as under Horovod.
+        hvd.broadcast_parameters(dict(net[2].named_parameters()), root_rank=1)
+        result["weights"].append([float(param.detach().sum()) for param in net.parameters()])
+        for optimizer in both:
+            optimizer.close()
+    return result
+
+
 def short() -> dict[str, Any]:
     """Five batches for four ranks, in two steps: the epoch is over before batch shares can be ordered."""
     return sparse(samples=5 * BATCH)

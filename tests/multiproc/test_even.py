@@ -42,6 +42,12 @@ def test_an_epoch_that_cannot_be_divided_is_refused(scenario: str, reason: str) 
     assert f"cannot be here: {reason}" in job.output + str(job.results)
 
 
+def test_ranks_in_join_add_zeros_to_an_optimizer_that_reduces_as_horovod_does() -> None:
+    """Beside one that does not: the others waited for those ranks until the deadline."""
+    weights = [rank["weights"] for rank in _job("joined").check().results]
+    assert len(weights[0]) == 2 and all(each == weights[0] for each in weights)
+
+
 def test_a_rank_without_batches_is_an_error_of_an_optimizer_whose_state_cannot_be_sent() -> None:
     """Its loss is averaged over all ranks after every evaluation, and the rank could not follow."""
     job = _job("lbfgs")

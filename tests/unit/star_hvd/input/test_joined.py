@@ -37,8 +37,13 @@ class Rank:
 
         monkeypatch.setattr(mpi_ops, "allreduce_async_", submit)
         monkeypatch.setattr(mpi_ops, "grouped_allreduce_async_", submit)
-        monkeypatch.setattr(subject, "HorovodCollective", lambda: None)
-        monkeypatch.setattr(subject, "wait_all", lambda collective, handles, deadline_s, what: None)
+        self.collected: list[int] = []
+        self.ended: set[int] = set()
+        collective = types.SimpleNamespace(poll=lambda handle: handle in self.ended, finish=self.collected.append)
+        monkeypatch.setattr(subject, "HorovodCollective", lambda: collective)
+        monkeypatch.setattr(
+            subject, "wait_all", lambda collective, handles, deadline_s, what: self.collected.extend(handles)
+        )
 
 
 @pytest.fixture
@@ -99,6 +104,23 @@ def test_zeros_are_added_once_for_each_operation(rank: Rank) -> None:
     assert others["postscale_factor"] == 0.5 and rank.calls["named"] == 6
     rank.joined.begin(reduction(7))
     assert rank.sent == [JoinCalled()], "all ranks have data again"
+
+
+def test_zeros_that_were_added_are_collected_during_the_wait(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Horovod keeps them until then: those of an optimizer's gradients are as large as the model, in every step."""
+    kept: list[int] = []
+
+    def submit(tensor: torch.Tensor, **options: Any) -> int:
+        kept.append(len(kept) - len(rank.collected))
+        rank.ended.update({len(kept)} - {5})
+        return len(kept)
+
+    monkeypatch.setattr(mpi_ops, "allreduce_async_", submit)
+    for number in range(1, 7):
+        rank.joined.on_message(reduction(number))
+    rank.joined.on_message(JoinedRanks([0, 1]))
+    rank.joined.wait(2, 60.0)
+    assert kept == [0, 0, 0, 0, 0, 1] and rank.collected == [1, 2, 3, 4, 5, 6]
 
 
 def test_waiting_for_a_rank_that_never_joins_has_a_deadline(rank: Rank) -> None:
