@@ -4,7 +4,8 @@ A rank that has finished waits for the others and contributes to their steps; on
 `sys.excepthook`. A `SystemExit` does not, so the instruction at which the main module was left is examined: an
 exception out of a call is an exit in the middle, while a module that ends with `raise SystemExit(main())` has finished.
 Whether an exit in the middle is an error is known from `sys.exit`, `exit` and `quit`, which are wrapped to note the
-status; of a `SystemExit` raised by hand it is assumed. A program may catch its exit and go on.
+status, also where modules have imported them by name; of a `SystemExit` raised by hand it is assumed. A program may
+catch its exit and go on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dis
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
+from types import FrameType, ModuleType
 from typing import Any
 
 __all__ = ["failed", "forget", "handling_error", "note_step", "watch"]
@@ -37,9 +38,13 @@ def watch() -> None:
     if _before:  # Only once; a hook set later calls ours.
         return
     _before["hook"], sys.excepthook = sys.excepthook, _on_error
+    noting: dict[int, tuple[Any, Callable[..., Any]]] = {}
     for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
         if hasattr(place, name):
-            setattr(place, name, _noting(getattr(place, name)))
+            function = getattr(place, name)
+            noting[id(function)] = function, _noting(function)
+            setattr(place, name, noting[id(function)][1])
+    _rebind_imported(noting)
 
 
 def note_step() -> None:
@@ -96,6 +101,21 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(status)
 
     return leave
+
+
+def _rebind_imported(noting: dict[int, tuple[Any, Callable[..., Any]]]) -> None:
+    """Put the wrappers where modules hold the functions as global names, as after `from sys import exit`.
+
+    Args:
+        noting: Each function and its wrapper, by the function's id: objects of a program may not be comparable.
+    """
+    # Read without the imports that a lazy module would make; `sys.modules` may hold what is no module.
+    modules = [each for each in list(sys.modules.values()) if issubclass(type(each), ModuleType)]
+    scopes = [object.__getattribute__(module, "__dict__") for module in modules]
+    for scope in [*scopes, *([] if _module is None else [_module.f_globals])]:
+        for name, value in list(scope.items()):
+            if id(value) in noting:
+                scope[name] = noting[id(value)][1]
 
 
 def _main_frame() -> FrameType | None:

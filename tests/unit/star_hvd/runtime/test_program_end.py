@@ -67,6 +67,26 @@ def test_a_hook_put_over_ours_is_called_once_after_a_second_start(tmp_path: Path
     assert ended.stdout.split() == ["theirs", "failed"], ended.stderr
 
 
+@pytest.mark.parametrize(("status", "failed"), [("", False), ("0", False), ("3", True), ("'a reason'", True)])
+@pytest.mark.parametrize("module", [False, True])
+def test_a_program_ends_by_an_exit_that_it_had_imported_by_name(
+    tmp_path: Path, status: str, failed: bool, module: bool
+) -> None:
+    path = tmp_path / "program_that_ends.py"
+    path.write_text(f"from sys import exit as leave\n{WATCHED}\nleave({status})\n", encoding="utf-8")
+    command = [sys.executable, *(["-m", path.stem] if module else [str(path)])]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120.0, check=False)
+    assert ended.stdout.split() == ["failed" if failed else "finished"], ended.stderr
+
+
+def test_a_module_of_the_program_had_imported_the_exit_by_name(tmp_path: Path) -> None:
+    (tmp_path / "its_module.py").write_text("from sys import exit\ndef end():\n    exit(0)\n", encoding="utf-8")
+    path = tmp_path / "program_that_ends.py"
+    path.write_text(f"import its_module\n{WATCHED}\nits_module.end()\n", encoding="utf-8")
+    ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120.0, check=False)
+    assert ended.stdout.split() == ["finished"], ended.stderr
+
+
 END = """
 class Block:
     def __enter__(self):
