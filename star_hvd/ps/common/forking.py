@@ -8,11 +8,14 @@ import signal
 import struct
 import sys
 
-__all__ = ["ENDED", "REPORT", "SERVER_NAME", "STARTED", "end_with_parent", "name_server"]
+__all__ = ["ENDED", "REPORT", "SERVER_NAME", "STARTED", "TO_ALL_PROCESSES", "end_with_parent", "name_server"]
 
 REPORT = struct.Struct("<Bqq")  # `STARTED` or `ENDED`, process id, exit status.
 STARTED, ENDED = 1, 2
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+# What a terminal (Ctrl-C) or batch system may send to all processes of a job; the program may handle it and train on,
+# and its servers end with it, or by SIGKILL.
+TO_ALL_PROCESSES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SERVER_NAME = "star-ps-server"  # As `ps -o comm` shows it.
 
 

@@ -14,12 +14,12 @@ import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from scheduler.child_process import module_command
 from star_hvd.errors import DeadlineError
 from star_hvd.locks import ordered_lock
-from star_hvd.ps.common.forking import REPORT, STARTED
+from star_hvd.ps.common.forking import REPORT, STARTED, TO_ALL_PROCESSES
 from star_hvd.ps.common.mirror import new_memory
 from star_hvd.ps.owner.watchdog import thread_state
 
@@ -159,7 +159,7 @@ class ForkerProcess:
         command = module_command("star_hvd.ps.server.forker", str(os.getpid()))
         self._pass_on_errors()  # Of one that the system could not start.
         self._errors = new_memory()
-        with theirs:
+        with theirs, _signals_blocked():
             # At normal priority: at the lowest, a job of four ranks on two cores stalled more, not less.
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stderr=self._errors, env=dict(self._environment())
@@ -237,6 +237,16 @@ class ForkerProcess:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Start processes inside the block with `TO_ALL_PROCESSES` blocked: the forker ignores them after its imports."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, TO_ALL_PROCESSES)  # Of this thread; others get them meanwhile.
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _standard_error() -> list[int]:

@@ -16,7 +16,7 @@ import signal
 import socket
 import sys
 
-from star_hvd.ps.common.forking import ENDED, REPORT, STARTED, end_with_parent, name_server
+from star_hvd.ps.common.forking import ENDED, REPORT, STARTED, TO_ALL_PROCESSES, end_with_parent, name_server
 from star_hvd.ps.server import server
 
 __all__ = ["main"]
@@ -32,7 +32,8 @@ def main() -> int:
     woken.setblocking(False)
     signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the rank stops its servers.
+    for number in TO_ALL_PROCESSES:  # Inherited by the servers. The owner has blocked them until here.
+        signal.signal(number, signal.SIG_IGN)
     gc.collect()
     gc.freeze()  # Otherwise garbage collection in a server would copy the shared pages.
     while True:
