@@ -174,8 +174,15 @@ def _wrapped(optimizer: torch.optim.Optimizer, **given: Any) -> Any:
     """Return the wrapped optimizer; `given` goes to `_Wrapper`."""
     release_dropped()
     inner = _inner_of(optimizer)
+    previous = inner.__dict__.get("_star_wrapped", lambda: None)()
+    if previous is not None:
+        # A learning-rate scheduler, for one, may refer to it for as long as the job runs; it makes no more steps.
+        previous._star.core.remove_hooks()
+        previous._star.core.drop()
     wrapped = _wrap(inner, overlaps=bool(given["overlap"]))
     wrapped._star = _Wrapper(wrapped, inner, **given)
+    if previous is not None:
+        previous._star = wrapped._star  # What the program still does with it concerns the same optimizer.
     # Neither the model nor the runtime refers to the wrapped object, so it is finalized with the user's last reference
     # to it, whether `close` was called or not.
     weakref.finalize(wrapped, wrapped._star.drop).atexit = False
@@ -216,9 +223,6 @@ def _wrap(inner: torch.optim.Optimizer, *, overlaps: bool) -> Any:
     `__module__` must be Horovod's: its `broadcast_optimizer_state` checks it to see that `step` reduces.
     `_star` is in a slot, because in the shared `__dict__` it would keep the wrapped object alive.
     """
-    previous = inner.__dict__.get("_star_wrapped", lambda: None)()
-    if previous is not None:
-        previous._star.core.remove_hooks()
     base = type(inner)
     body = {name: value for name, value in vars(_Methods).items() if name not in ("__dict__", "__weakref__")}
     body["__module__"] = "horovod.torch.optimizer"

@@ -78,6 +78,11 @@ _STOPPED = (
     "after hvd.init()"
 )
 
+_WRAPPED_AGAIN = (
+    "this optimizer was wrapped again since, and ended with that; use the object that hvd.DistributedOptimizer "
+    "returned last, and keep a reference to it"
+)
+
 
 def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> str | None:
     """Return why parameters on these devices can only be trained in `sync`, None if every mode is possible."""
@@ -322,7 +327,10 @@ class BucketCore:
         self._hooks.clear()
 
     def drop(self) -> None:
-        """Called by the garbage collector, in any thread, once the user holds no reference to the optimizer."""
+        """Called by the garbage collector, in any thread, once the user holds no reference to the optimizer.
+
+        Also by the training thread when it is wrapped again.
+        """
         self._dropped = True  # The hooks cannot be removed here: a backward pass may be running them.
         note_dropped(self)
         if self._attached is not None:
@@ -781,8 +789,11 @@ class BucketCore:
         An elastic job restarts its optimizers itself, and without Horovod the step raises Horovod's error.
 
         Raises:
-            StarError: A backward pass came here in a thread of autograd, which is no place for collectives.
+            StarError: A backward pass came here in a thread of autograd, which is no place for collectives; or the
+                optimizer has ended.
         """
+        if self._dropped:
+            raise StarError(_WRAPPED_AGAIN)
         if self._attached is None or not self._attached[0].stopped or env.elastic() or not mpi_ops.is_initialized():
             return
         if not self._attached[0].in_training_thread():

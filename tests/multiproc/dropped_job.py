@@ -153,6 +153,28 @@ def series(mode: str, count: int) -> dict[str, Any]:
     return {"facts": facts}
 
 
+def wrapped_again(mode: str) -> dict[str, Any]:
+    """The program wraps again, as after unfreezing, and its learning-rate scheduler refers to the first one."""
+    model = net()
+    first = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), mode=mode, config=CONFIG
+    )
+    scheduler = torch.optim.lr_scheduler.StepLR(first, STEPS)
+    optimizer, made, run = first, [], runtime.current()
+    assert run is not None
+    for step in range(2 * STEPS):
+        if step == STEPS:
+            optimizer = hvd.DistributedOptimizer(first, model.named_parameters(), mode=mode, config=CONFIG)
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+        scheduler.step()
+        made.append(run.steps_made())
+    gone = next(iter(run.drivers.values())).dropped or len(run.drivers) == 1
+    optimizer.close()
+    return {"made": made, "lr": first.param_groups[0]["lr"], "first_gone": gone}
+
+
 def all_gone(limit_s: float = 60.0) -> bool:
     """Whether every optimizer that was dropped has ended on this rank."""
     run, end_s = runtime.current(), time.monotonic() + limit_s
@@ -172,6 +194,7 @@ def main(mode: str, scenario: str) -> None:
         "backward": lambda: fails_in_backward(mode, tuple(range(hvd.size()))),
         "one-backward": lambda: fails_in_backward(mode, (1,)),
         "series": lambda: series(mode, 30),
+        "again": lambda: wrapped_again(mode),
         "kept": lambda: keeps_the_failed_one(mode),
     }
     facts = scenarios[scenario]()

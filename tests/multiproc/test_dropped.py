@@ -58,3 +58,13 @@ def test_a_series_of_dropped_optimizers(mode: str) -> None:
             values = [each[what] for each in facts]
             assert max(values[5:]) <= min(values[:5]) + spare, f"rank {rank}: {what} {values}"
         assert result["gone"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "partial(1)"])
+def test_an_optimizer_that_is_wrapped_again_ends_though_a_scheduler_refers_to_it(mode: str) -> None:
+    """Otherwise the batches of a loader would be counted by its steps, which are over."""
+    for result in _job(mode, "again"):
+        assert result["first_gone"] and result["gone"]
+        assert result["lr"] == pytest.approx(0.001)
+        if mode == "sync":
+            assert result["made"] == [1, 2, 3, 4, 1, 2, 3, 4]

@@ -14,6 +14,7 @@ from horovod.torch import mpi_ops
 from star_hvd.job_report import explain
 from star_hvd.optimizer import DistributedOptimizer
 from star_hvd.runtime import job_log, runtime
+from star_hvd.wrapper.lockstep_core import NativeCore
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +67,29 @@ def test_a_second_optimizer_that_reduces_without_weights_pins_the_first(
     second = DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), net.named_parameters(), **arguments)
     assert second is not None
     assert pins == [("an optimizer's gradients are reduced by Horovod itself, without weights", True)]
+
+
+def _wrapped(monkeypatch: pytest.MonkeyPatch, inner: torch.optim.Optimizer, net: torch.nn.Module) -> Any:
+    monkeypatch.setattr(mpi_ops, "size", lambda: 1)
+    monkeypatch.setattr(mpi_ops, "rank", lambda: 0)
+    monkeypatch.setattr(mpi_ops.global_process_set, "included", lambda: True)
+    monkeypatch.setattr(runtime, "current", lambda: None)
+    return DistributedOptimizer(inner, named_parameters=net.named_parameters())
+
+
+def test_an_optimizer_that_is_wrapped_again_ends_though_the_program_refers_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a learning-rate scheduler does; the former object is the same optimizer as the new one from then on."""
+    net = torch.nn.Linear(3, 2)
+    first = _wrapped(monkeypatch, torch.optim.SGD(net.parameters(), lr=1.0, momentum=0.9), net)
+    scheduler = torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.5)
+    dropped: list[NativeCore] = []
+    monkeypatch.setattr(NativeCore, "drop", lambda core: dropped.append(core))
+    second = _wrapped(monkeypatch, first, net)
+    assert len(dropped) == 1 and scheduler.optimizer is first
+    net(torch.ones(1, 3)).sum().backward()
+    first.step()
+    scheduler.step()
+    assert second.stepped and second.param_groups[0]["lr"] == 0.5
+    assert second.state_dict()["state"].keys() == first.state_dict()["state"].keys() == {0, 1}
