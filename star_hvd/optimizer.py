@@ -596,14 +596,14 @@ class _Methods:
             core.add_params(param_group["params"])
 
     def close(self) -> None:
-        """End this optimizer: remove its hooks, stop its helper, and count its late gradients as dropped.
+        """End this optimizer: get its newest state, remove its hooks, stop its helper, and drop its late gradients.
 
         Collective: waits until all ranks have called it. Needed only in jobs that create one optimizer after another.
         """
         core = self._star.core
         core.remove_hooks()
-        if isinstance(core, BucketCore) and core.attached_to(runtime.current()):
-            core.run.detach(core.driver)
+        if isinstance(core, BucketCore):
+            core.detach()
 
     def stats(self) -> dict[str, float]:
         """Return this rank's counters: steps, fresh, late, folds, drops, max_staleness and more.

@@ -485,6 +485,11 @@ class StepDriver:
         """Whether servers hold the optimizer's state, so that loading one here would have no effect."""
         return self.engine.plan.family in ("ps", "grouped")
 
+    @property
+    def state_is_remote(self) -> bool:
+        """Whether servers or the members of a subgroup make the steps, so that the optimizer's state here is old."""
+        return self.active_mode is not None and not self.makes_local_steps
+
     def bring_state_home(self) -> None:
         """Leave servers and fetch the state from them, on all ranks alike; afterwards the plan is `sync`.
 

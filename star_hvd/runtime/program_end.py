@@ -18,7 +18,7 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
 
-__all__ = ["failed", "forget", "handling_error", "note_step", "watch"]
+__all__ = ["ended", "failed", "forget", "handling_error", "note_step", "watch"]
 
 _NO_ERRORS = (StopIteration, StopAsyncIteration, GeneratorExit)  # The end of the data, or of a generator.
 _ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RESUME")
@@ -61,6 +61,11 @@ def failed() -> bool:
     if _module is None:  # Not known, as star_hvd was started by another thread.
         return bool(_exit_failed)
     return _left(_module) and _in_the_middle(_module) and _exit_failed is not False
+
+
+def ended() -> bool:
+    """Whether the main module is no longer running, so that only exit handlers follow."""
+    return _module is not None and _left(_module)
 
 
 def handling_error() -> bool:

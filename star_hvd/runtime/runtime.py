@@ -327,11 +327,18 @@ class Runtime:
         Collective: waits until all ranks are here; until then this rank's helper contributes to the others' steps.
         """
         with self.meeting(messages.CLOSE, out_of_data=True):
+            self._fetch_state(driver)
             driver.shutdown()
             # A rank that runs a server keeps it until all groups have received their last answers.
             self.client.await_all("the last answers of an optimizer's servers", self.config.step_deadline_s)
         self._end(driver)
         self.agent.send(messages.Unregister(driver.number))
+
+    @torch.inference_mode(False)
+    def _fetch_state(self, driver: StepDriver) -> None:
+        """Get the state of an optimizer that ends, if it is not here: all ranks have met, and keep it until then."""
+        if driver.state_is_remote and not driver.dropped:
+            driver.refresh_state()
 
     def _end(self, driver: StepDriver) -> None:
         """Release an optimizer that no rank waits for any more."""
@@ -674,9 +681,22 @@ class Runtime:
         if self._lost:
             logger.error("ranks %s were lost", self._lost)
             return False
-        # Parameters read after `shutdown` are those of the last step, the same on every rank.
+        # Parameters and state read after `shutdown` are those of the last step, the same on every rank.
         self._meetings.meet("shutdown", self.config.control_deadline_s, out_of_data=True)
+        self._fetch_states()
         return True
+
+    def _fetch_states(self) -> None:
+        """Get the states that are not here, and wait until all ranks have theirs; other ranks take them from this one.
+
+        When the program has ended nothing reads them, and only the other ranks are waited for.
+        """
+        for driver in [] if program_end.ended() else list(self.drivers.values()):
+            try:
+                self._fetch_state(driver)
+            except Exception as error:  # The others wait all the same.
+                logger.error("rank %d leaves with the optimizer state it has: %s", self.rank, error)
+        self._meetings.meet("shutdown", self.config.control_deadline_s, out_of_data=True)
 
     # ---- agent thread ---------------------------------------------------------------------------------------
 

@@ -180,6 +180,7 @@ class BucketCore:
         self._names = names
         self._config = config
         self._attached: tuple[runtime.Runtime, StepDriver] | None = None
+        self._closed = False
         self._timeline: StepTimeline | None = None
         self._writes: ProgramWrites | None = None
         _cores.add(self)
@@ -215,8 +216,14 @@ class BucketCore:
         """Whether this optimizer is attached to `run`."""
         return self._attached is not None and self._attached[0] is run
 
+    @property
+    def in_use(self) -> bool:
+        """Whether this optimizer is attached to the running runtime and was not closed: else its state is here."""
+        running = runtime.current()  # None between two worlds of an elastic job, and after `shutdown`.
+        return running is not None and self.attached_to(running) and not self._closed
+
     def _attach(self, run: runtime.Runtime) -> StepDriver:
-        driver = run.new_driver()
+        driver, self._closed = run.new_driver(), False
         if self.wire is not None:
             self.wire.compared(equal=equal_arithmetic(bucket.flat.device for bucket in self.buckets))
         self._connect(driver)
@@ -341,6 +348,12 @@ class BucketCore:
         self.remove_hooks()
         for bucket, position in self._where.values():
             bucket.take_out(position)
+
+    def detach(self) -> None:
+        """End this optimizer's work, together with the other ranks; the newest state is here afterwards. Collective."""
+        if self.in_use:
+            self.run.detach(self.driver)
+            self._closed = True
 
     def finish_step(self) -> None:
         """Wait for an overlapped step to end."""
@@ -475,8 +488,7 @@ class BucketCore:
     def refresh_state(self) -> None:
         """Fetch the job's optimizer state, for a checkpoint, if it is not on this rank."""
         self.finish_step()
-        running = runtime.current()  # None between two worlds of an elastic job: then the local state is used.
-        if running is not None and self.attached_to(running) and not self._given:
+        if self.in_use and not self._given:
             self.driver.refresh_state()
 
     def leave_remote_state(self) -> None:
@@ -485,9 +497,8 @@ class BucketCore:
         All ranks load it, or the others come to a collective in which they get it. The parameters stay if the program
         has loaded them.
         """
-        running = runtime.current()
-        if running is not None and self.attached_to(running) and self.driver.at_servers:
-            running.leave_servers("load_state_dict", self.driver)
+        if self.in_use and self.driver.at_servers:
+            self.run.leave_servers("load_state_dict", self.driver)
 
     def save_residuals(self, state: dict[str, Any]) -> None:
         """Add this rank's compression residuals (what is still to be sent) to an optimizer's state."""
@@ -497,7 +508,7 @@ class BucketCore:
 
     def state_loaded(self, state: Mapping[str, Any]) -> None:
         """Load what `save_residuals` added on this rank; parameters are loaded, too, before or behind this."""
-        if self._attached is not None and self.attached_to(runtime.current()):
+        if self.in_use:
             self.driver.state_loaded()
         if self.wire is not None:
             self.wire.load(state.get(STATE_KEY), self._indices())

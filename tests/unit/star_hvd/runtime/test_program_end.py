@@ -87,6 +87,14 @@ def test_a_module_of_the_program_had_imported_the_exit_by_name(tmp_path: Path) -
     assert ended.stdout.split() == ["finished"], ended.stderr
 
 
+def test_exit_handlers_know_that_the_main_module_has_ended(tmp_path: Path) -> None:
+    path = tmp_path / "program_that_ends.py"
+    ends = "atexit.register(lambda: print(program_end.ended()))\nprint(program_end.ended())\n"
+    path.write_text(f"{WATCHED}{ends}", encoding="utf-8")
+    ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120.0, check=False)
+    assert ended.stdout.split() == ["False", "True", "finished"], ended.stderr
+
+
 END = """
 class Block:
     def __enter__(self):
