@@ -10,12 +10,16 @@ from typing import Any
 from scheduler.plan.plan import Plan, PlanError
 from scheduler.plan.transmission import Transmission
 
-__all__ = ["NAMED", "parse_again", "parse_mode", "suits_some_world"]
+__all__ = ["NAMED", "NOT_LOCAL", "parse_again", "parse_mode", "suits_some_world"]
 
 _EXPECTED = (
     "'auto', 'sync', 'sync(balanced)', 'sync(24,12,16,24)', 'sync(steal)', 'partial', 'partial(m)', 'subgroup(0,1,2)', "
     "'grouped(G)', 'ps(x)', 'ps(dynamic)', 'ps(ssp=s)', 'ps(backup=b)', 'ps(grace=b)', "
     "'ssgd', 'asgd', 'dynsgd', 'ssp(s)', 'local(H)', 'local(2.5s)', 'local(H,background)' or a Plan"
+)
+NOT_LOCAL = (
+    "local needs a program with one optimizer: with several, ranks would wait for each other crosswise, each in the "
+    "averaging of another one; ask for sync, partial or auto instead, or put all parameters into one optimizer"
 )
 _NAME = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
 _BACKGROUND = re.compile(r"(?:.*,)?background")

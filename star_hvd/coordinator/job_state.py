@@ -267,7 +267,9 @@ class JobState:
         optimizer = self._optimizer(message.optimizer_id)
         if optimizer is self._fed:
             self.shares.state.cancel()  # Ranks without it count their batches by another optimizer's steps.
-        if optimizer.drop(rank, message):
+        ended = optimizer.drop(rank, message)
+        self._count_optimizers()
+        if ended:
             self._broadcast(OptimizerOver(message.optimizer_id))
             self._forget(message.optimizer_id)
 
@@ -355,6 +357,7 @@ class JobState:
         """Forget an optimizer that has ended on all ranks."""
         fed = self._fed
         self.optimizers.pop(optimizer_id, None)
+        self._count_optimizers()
         if fed is not self._fed:
             self.shares.restart()
         self._sets.ended(optimizer_id)
@@ -370,7 +373,14 @@ class JobState:
             )
             self.optimizers[optimizer_id].links.bytes_per_s = self.links.bytes_per_s
             self.optimizers[optimizer_id].headroom = self._headroom
+            self._count_optimizers()
         return self.optimizers[optimizer_id]
+
+    def _count_optimizers(self) -> None:
+        """Tell the optimizers whether the program has several; one that a rank has dropped holds up no rank."""
+        several = sum(not each.dropped for each in self.optimizers.values()) > 1
+        for each in self.optimizers.values():
+            each.several = several
 
     def _step_of(self, optimizer_id: int) -> int:
         """Return the current step of an optimizer, 0 if it is not registered yet."""

@@ -17,6 +17,7 @@ from scheduler.diagnosis.noise_scale import NoiseScale
 from scheduler.diagnosis.stragglers import Straggler, find_stragglers
 from scheduler.diagnosis.window_stats import OVERSUBSCRIBED, Readings
 from scheduler.plan.completion import groups_gain, resolve
+from scheduler.plan.mode_names import NOT_LOCAL
 from scheduler.policy.candidates import same_plan
 from scheduler.policy.cost_policy import Ranker
 from scheduler.policy.switch_outcome import SwitchOutcome
@@ -58,6 +59,7 @@ _OUTCOMES = 256  # Outcomes of switches kept for the report and the run log.
 _MAX_UNLOGGED_PREDICTIONS = 64  # Plans whose predictions are kept for the log.
 _SOONER = 0.25  # Part of `decide_interval_s` after which slow reports may trigger the next window.
 _SHARES = "; now "
+_AVERAGES = frozenset(("local",))  # Modes whose averagings are at other places in the program on each rank.
 _EXACT = frozenset(("sync",))  # It includes `sync(balanced)` and `sync(steal)`.
 _FED_BY = 8  # Steps after which a loader of `shard` is known if there is one.
 _REGROUP_AFTER = 20  # Consecutive decisions that prefer the same other groups before these are formed.
@@ -119,7 +121,9 @@ class OptimizerState:
         self.short_passes: set[int] = set()
         self.microbatch_fixed_part = math.nan  # See `MicrobatchService.fixed_part`.
         self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
+        self.several = False  # Whether the program has other optimizers; then none may be in `local`.
         self.exact = False  # Whether `auto` may choose only modes that do not change the mathematics.
+        self._noted_crossing = ""  # The plan that was last logged not to be possible beside other optimizers.
         self._wanted_failed = ""  # Why the mode that the user asked for could not be prepared when it was last tried.
         self.no_loader_reason = ""  # Why the batch shares or the stealing that the user asked for are not possible.
         self.dropped: dict[int, OptimizerDropped] = {}  # Latest message of ranks that dropped the optimizer.
@@ -273,6 +277,9 @@ class OptimizerState:
 
     def publish(self, plan: Plan, now_s: float) -> None:
         """Send a plan to all ranks, which switch to it at a common step once all have prepared it."""
+        if self._crosses(plan):
+            self._note_crossing(plan)
+            return
         try:
             plan = self._resolve(plan)
         except PlanError as error:
@@ -429,6 +436,8 @@ class OptimizerState:
             now_s: Current time, needed if the policy measures the outcome of a switch with this window.
         """
         possible = frozenset(MODES) if self._may_relax else _EXACT
+        if self.several:
+            possible = possible.difference(_AVERAGES)
         return Window(
             step=self.rule.step,
             ranks=self.history.table(
@@ -475,7 +484,8 @@ class OptimizerState:
         return f"{chosen}{refused}" if chosen else self._plain_reason()
 
     def _plain_reason(self) -> str:
-        hindrance = self.no_loader_reason or self.refused or self._wanted_failed
+        crossing = NOT_LOCAL if self._wanted is not None and self._crosses(self._wanted) else ""
+        hindrance = self.no_loader_reason or self.refused or crossing or self._wanted_failed
         if hindrance and self.active.plain:
             return f"{self.active.label}: {hindrance}"
         return f"{self.active.label}: {self.active.reason or 'asked for'}"
@@ -506,9 +516,29 @@ class OptimizerState:
             self.world_size, damping=self.active.damping, max_staleness=self.active.max_staleness, reason=reason
         )
 
+    def _crosses(self, plan: Plan) -> bool:
+        """Whether ranks would wait for each other crosswise under a plan, since the program has several optimizers.
+
+        How many steps of the program lie between two averagings of an optimizer depends on the rank (on its time, on
+        the steps that it missed before, on averagings of its helper), and so does their order among the steps of the
+        others. One rank then blocks in an averaging that another one only reaches after a step for which it waits.
+        """
+        return self.several and plan.mode in _AVERAGES
+
+    def _note_crossing(self, plan: Plan) -> None:
+        if self._noted_crossing != plan.label:
+            self._noted_crossing = plan.label
+            logger.warning("optimizer %d: %s is not possible: %s", self.optimizer_id, plan.label, NOT_LOCAL)
+
     def _maybe_return_to_sync(self, now_s: float) -> None:
         """Return to `sync` if a rank cannot run the active mode, which became active before that was known."""
+        if self._switch is not None and self._crosses(self._switch.plan) and not self._switch.irrevocable:
+            self._note_crossing(self._switch.plan)
+            self._abandon(NOT_LOCAL)
         if self._switch is not None:
+            return
+        if self._crosses(self.active):
+            self.publish(self._sync(NOT_LOCAL), now_s)
             return
         if self.refused is not None and self.active.relaxed:
             self.publish(self._sync(f"rank {self._refused_by}: {self.refused}"), now_s)
@@ -639,6 +669,9 @@ class OptimizerState:
         if wanted is None or self._plan_after_load is not None:  # A state is being loaded; the plan comes after that.
             return
         if self.refused is not None and wanted.relaxed:
+            return
+        if self._crosses(wanted):
+            self._note_crossing(wanted)
             return
         if self.equal_batches and (wanted.uneven or wanted.steal):  # Another optimizer needs equal batches.
             self.no_loader_reason = self.equal_batches

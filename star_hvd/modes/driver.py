@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from scheduler.plan.mode_names import NOT_LOCAL
 from scheduler.records import Plan
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.base import Send
@@ -86,6 +87,7 @@ class StepDriver:
         whole_only: Returns why a batch cannot be repeated in parts, empty if it can.
         hold_gradients: Prepares for the repetition; returns the parameters that keep the batch's gradient.
         equal_batches: Why batches that differ between ranks are refused, empty if they are not.
+        others: Returns whether the program has other optimizers on this rank.
         overlapped: Its overlapped steps, if it has any.
         no_overlap: Says why it has none although they were asked for, else empty.
         loaded: What the program has loaded into the parameters.
@@ -128,6 +130,7 @@ class StepDriver:
         self._phase = Phase(config.grace_fraction)
         self._own_work = OwnWork(self.timer, self.reporter, config.step_deadline_s)
         self.equal_batches = ""
+        self.others: Callable[[], bool] = lambda: False
         self.loads_state = self.broadcasts = False
         self._helper = Helper(number, send, config.step_deadline_s, self._leave)
         self.engine: StepEngine
@@ -518,6 +521,29 @@ class StepDriver:
                 self._catch_up()  # Now, since it would replace what is written next.
         self.loaded.write(loaded)
 
+    def leave_local(self) -> None:
+        """Leave `local`, on all ranks alike, before the program goes on: it has made another optimizer.
+
+        The coordinator, which knows of that one, has `sync` follow. It comes into force at the end of an averaging, and
+        ranks make these here, where none of them can be in a step of the other optimizer.
+
+        Raises:
+            DeadlineError: The mode did not end in time.
+        """
+        limit_s = time.monotonic() + self._config.control_deadline_s
+        with self.named_failures():
+            while self.engine.plan.mode == "local" or self.makes_local_steps:
+                if time.monotonic() > limit_s:
+                    raise DeadlineError(
+                        f"{self.engine.plan.label} did not end within {self._config.control_deadline_s:g} s for "
+                        "another optimizer; create optimizers on all ranks alike, best before the first step"
+                    )
+                self._change_mode()
+                if self.makes_local_steps:
+                    self.local.catch_up()
+                    self._change_mode()
+                time.sleep(_POLL_S)
+
     def set_inactive(self, inactive: bool) -> None:
         """Note that the training thread, which calls this, leaves or re-enters its loop. Does not wait for others."""
         if self.dropped:
@@ -625,10 +651,21 @@ class StepDriver:
 
     def _offer(self, plan: Plan) -> None:
         unsuited = self.engine.unsuited(plan)
+        if unsuited is None and plan.mode == "local" and self.others():
+            unsuited = NOT_LOCAL
         if unsuited is not None:
             self._report_prepared(plan, unsuited)
-        else:
-            self.switcher.offer(plan)
+            return
+        self.switcher.offer(plan)
+        if self.others():  # Another one may have been made just now, by the training thread.
+            self.refuse_local()
+
+    def refuse_local(self) -> None:
+        """Take back this rank's consent to a coming `local`, as the program has another optimizer now."""
+        with self.engine.lock:
+            prepared = self.engine.agreement.prepared
+        if prepared is not None and prepared.mode == "local":
+            self.switcher.abandon(prepared.plan_id)
 
     def _report_prepared(self, plan: Plan, reason: str | None) -> None:
         if reason is None:

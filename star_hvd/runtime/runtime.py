@@ -298,6 +298,9 @@ class Runtime:
         if driver.number > 0:
             gc.collect()  # The parts of a closed optimizer refer to each other and hold its buffers.
         self.drivers[driver.number] = driver
+        driver.others = lambda: any(
+            other is not driver and not other.dropped for other in list(self.drivers.values())
+        )
         if plan is not None:
             self.asked.add(driver.number, plan)
         driver.start(engine, self.services)

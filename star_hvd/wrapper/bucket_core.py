@@ -241,7 +241,8 @@ class BucketCore:
         plan = self._plan
         if plan is not None and plan.world_size != run.world_size:
             plan = self._plan_in(run.world_size, warns=run.rank == 0)
-        run.attach(driver, engine, initial, plan, exact=self._exact)
+        with _beside_others(run):
+            run.attach(driver, engine, initial, plan, exact=self._exact)
         if isinstance(collective, OrderedCollective):
             deadline_s, auto = self._config.step_deadline_s, self._overlap_asked == "auto"
             self._overlap = Overlap(driver, collective, deadline_s, auto=auto, watched=self._watched)
@@ -821,6 +822,27 @@ class BucketCore:
         self._states_to_check = _states_to_check(self.base)  # What is pinned ended with the old world.
         same_on_all_ranks([param for bucket in self.buckets for param in bucket.params], self._names, ordered=True)
         self._attached = run, self._attach(run)
+
+
+@contextmanager
+def _beside_others(run: runtime.Runtime) -> Iterator[None]:
+    """Add an optimizer inside the block, on all ranks at the same place in the program. Collective.
+
+    With several, ranks that average after steps of their own would wait for each other crosswise, one for the averaging
+    of this optimizer and one for a step of that one: those in `local` leave it here, and none enters it later.
+    """
+    others = [driver for driver in list(run.drivers.values()) if not driver.dropped]
+    for driver in others:
+        driver.finish_step()  # At its end another plan may come into force.
+    relaxed = run.mixed or any(driver.engine.plan.relaxed for driver in others)
+    with run.meeting("another optimizer") if relaxed else nullcontext():
+        yield
+        for driver in others:
+            driver.refuse_local()
+        if relaxed:  # Until all ranks have refused, none may make a step: at its end `local` could come into force.
+            run.client.await_all("another optimizer", run.config.step_deadline_s)
+    for driver in others:
+        driver.leave_local()
 
 
 def _trainable(groups: Sequence[dict[str, Any]]) -> list[torch.nn.Parameter]:

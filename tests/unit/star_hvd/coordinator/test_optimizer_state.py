@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from scheduler.plan.mode_names import NOT_LOCAL
 from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.switch import Prepared
@@ -159,3 +160,37 @@ def test_ranks_that_compete_for_processors_are_no_stragglers(seed: int, usual: f
 @pytest.mark.parametrize("usual", [0.02, 0.04, 0.2])
 def test_a_rank_that_is_starved_among_ranks_that_wait_is_a_straggler(usual: float) -> None:
     assert _plans_of_crowded_job(0, 0.75, usual)
+
+
+def test_with_another_optimizer_none_is_in_local(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(3)
+    [pending] = only(job.register(Plan.local(3, seconds=2.5)), m.PlanMessage)
+    sent = job.register(None, optimizer_id=1) + job.tick()
+    assert [each.plan_id for each in only(sent, m.Abandon)] == [Plan.from_dict(pending.plan).plan_id]
+    assert not [each for each in only(job.pass_time(120.0), m.PlanMessage) if each.plan["mode"] == "local"]
+    assert "local(2.5s) is not possible" in caplog.text and NOT_LOCAL in job.engine.explain()
+    assert caplog.text.count("local(2.5s) is not possible") == 1
+    assert all("local" not in each.window(job.now_s).allowed for each in job.state.optimizers.values())
+    job.say(0, m.Unregister(1))  # It is closed on all ranks.
+    again = only(job.pass_time(5.0), m.PlanMessage)
+    assert again and again[-1].plan["mode"] == "local"
+
+
+def test_an_optimizer_in_local_returns_to_sync_when_another_one_is_made() -> None:
+    job = Job(3)
+    [pending] = only(job.register(Plan.local(3, steps=4)), m.PlanMessage)
+    for rank in range(3):
+        job.arrive(rank, 3, Plan.from_dict(pending.plan).plan_id)
+    assert job.engine.active.mode == "local"
+    job.say(0, m.Register(1, Plan.sync(3).to_dict(), {}))
+    [plan] = only(job.tick(), m.PlanMessage)
+    assert plan.optimizer_id == 0 and plan.plan["mode"] == "sync" and plan.plan["reason"] == NOT_LOCAL
+
+
+def test_an_optimizer_that_a_rank_has_dropped_holds_up_no_rank() -> None:
+    job = Job(3)
+    job.register(None)
+    job.register(None, optimizer_id=1)
+    assert job.engine.several
+    job.say(2, m.OptimizerDropped(1, 0, False, False))
+    assert not job.engine.several

@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from scheduler.plan.mode_names import NOT_LOCAL
 from scheduler.records import Plan
-from star_hvd.channel.messages.base import Arrive, HeaderNote
+from star_hvd.channel.messages.base import Arrive, HeaderNote, PlanMessage
 from star_hvd.config import Config
 from star_hvd.engine.header import Contribution, HeaderCodec
 from star_hvd.modes.driver import StepDriver
@@ -18,8 +19,14 @@ from star_hvd.modes.local_sgd import LocalSteps
 from star_hvd.modes.step_reporter import StepReporter
 
 
-def driver(engine: Any, *, needs_state: Any = lambda: True, state_for: Any = None) -> StepDriver:
-    made = StepDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
+def unheard(message: Any, urgent: bool = True) -> None:
+    """Send nothing."""
+
+
+def driver(
+    engine: Any, *, needs_state: Any = lambda: True, state_for: Any = None, send: Any = unheard
+) -> StepDriver:
+    made = StepDriver(0, Config(), send, cast(Any, None), str, lambda task: None)
     engine.replica = SimpleNamespace(reuse_buckets=lambda: None)
     made.engine = engine
 
@@ -150,3 +157,26 @@ def test_local_steps_are_not_averaged_where_other_values_are_in_the_parameters_p
     made.catch_up()
     made.refresh_state()
     assert did == ([] if left_alone and not broadcasts else ["average", "refresh"])
+
+
+def test_local_is_refused_beside_another_optimizer_also_one_made_while_the_plan_arrives() -> None:
+    sent, taken = list[Any](), list[Any]()
+    agreement = SimpleNamespace(prepared=None, pinned=None)
+    engine = SimpleNamespace(unsuited=lambda plan: None, lock=threading.RLock(), agreement=agreement)
+    made = driver(engine, send=sent.append)
+    made.switcher = cast(Any, SimpleNamespace(offer=taken.append, abandon=lambda plan_id: taken.append(plan_id)))
+    local, partial = Plan.local(3, steps=4, plan_id=5), Plan.partial(3, 2, plan_id=6)
+    offer = PlanMessage(0, local.to_dict())
+    made.on_message(offer)
+    assert taken == [local] and not sent
+    agreement.prepared = local
+    answers = iter([False, True])
+    made.others = lambda: next(answers)
+    made.on_message(offer)
+    assert taken == [local, local, 5]
+    made.others = lambda: True
+    made.on_message(offer)
+    assert [(each.plan_id, each.reason) for each in sent] == [(5, NOT_LOCAL)]
+    agreement.prepared = partial
+    made.on_message(PlanMessage(0, partial.to_dict()))
+    assert taken[-1] == partial

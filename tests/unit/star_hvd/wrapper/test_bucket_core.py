@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import weakref
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +38,8 @@ class Run:
     """As much of a rank's runtime as an optimizer that makes no step asks for."""
 
     world_size, rank, in_hand, stopped = 1, 0, None, False
+    mixed = False
+    drivers: Mapping[int, StepDriver] = MappingProxyType({})
     feeding = Feeding(lambda loader: None)
 
     def __init__(self, give: Callable[[Bucket], None]) -> None:
