@@ -2,11 +2,12 @@
 
 On a GPU an operation is queued on the calling thread's current stream and runs later; operations of different streams
 run in any order. The training thread works on the user's streams, every other thread of ours on a stream of its own, so
-that a proxy contribution does not queue behind a late rank's kernels. Wherever a tensor passes from one thread to
-another, the giver therefore creates a `Fence` behind its own work, and the taker has its current stream wait for it
-(`Fence.order`), which blocks no thread. Memory allocated on another stream is registered with the allocator at the same
-point. A thread waits (`Fence.wait`, with a deadline) only where the host reads what the device computes, and never
-under the engine's lock.
+that a proxy contribution does not queue behind a late rank's kernels. For the same reason the training thread submits
+or keeps deferred buckets on a stream of its own (`StepDriver.arrive`): the user's still has the rest of backward.
+Wherever a tensor passes from one thread to another, the giver therefore creates a `Fence` behind its own work, and the
+taker has its current stream wait for it (`Fence.order`), which blocks no thread. Memory allocated on another stream is
+registered with the allocator at the same point. A thread waits (`Fence.wait`, with a deadline) only where the host
+reads what the device computes, and never under the engine's lock.
 
 All hand-overs, by the name of their fence (T training thread and autograd's, H helper, S tensor server, X
 `star-transmit-N`):

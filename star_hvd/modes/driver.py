@@ -291,13 +291,15 @@ class StepDriver:
 
     def _await_deferred(self) -> None:
         limit_s = time.monotonic() + self._config.step_deadline_s
-        while not self.engine.flush_deferred():
-            if time.monotonic() > limit_s:
-                raise DeadlineError(
-                    f"the device did not finish the gradient of step {self.engine.step} within "
-                    f"{self._config.step_deadline_s:g} s; a kernel hangs, or other processes have the device"
-                )
-            time.sleep(_POLL_S)
+        with self.engine.streams.own():  # On the program's, a complete bucket would wait for the rest of backward.
+            while not self.engine.flush_deferred():
+                if time.monotonic() > limit_s:
+                    raise DeadlineError(
+                        f"the device did not finish the gradient of step {self.engine.step} within "
+                        f"{self._config.step_deadline_s:g} s; a kernel hangs, or other processes have the device"
+                    )
+                time.sleep(_POLL_S)
+        self.engine.replica.reuse_buckets()  # The program may change gradients before `_start_step`.
 
     def _await_own(self) -> None:
         handles, buckets = self.engine.own_step().all_handles(), len(self.engine.applier.buckets)

@@ -123,8 +123,8 @@ class DeviceWorld(World):
         if rank == 0:
             self.network = DeviceNetwork(self.world_size, self.device)
             self.ears = [DeviceEars(self, number) for number in range(self.world_size)]
-        for role in "HS":
-            self.device.stream(f"{role}{rank}")
+        for name in (f"H{rank}", f"S{rank}", f"T{rank}'s own"):
+            self.device.stream(name)
         with self.device.on(f"T{rank}"):
             params = [torch.nn.Parameter(torch.zeros(self.shape, device=CUDA0)) for _ in range(3)]
             base, opt = plain_optimizer(optimizer, params, lr=LR, momentum=MOMENTUM)
@@ -176,8 +176,9 @@ class DeviceWorld(World):
             for bucket in self.backward(engine):
                 self.give(engine, bucket)
                 yield
-            while not engine.flush_deferred():
+            while not self._flush(engine):
                 yield
+            engine.replica.reuse_buckets()
             member = engine.arrive(manual=manual)
             if member:
                 yield from self._own_step(engine)
@@ -187,6 +188,12 @@ class DeviceWorld(World):
                 engine.note_joined()
         engine.set_inactive(True)
         self.inbox.append(("leave", rank, ()))
+
+    @staticmethod
+    def _flush(engine: StepEngine) -> bool:
+        """Submit what is complete as `StepDriver.arrive` does."""
+        with engine.streams.own():
+            return engine.flush_deferred()
 
     def _own_step(self, engine: StepEngine) -> Iterator[None]:
         yield from collected(engine)

@@ -48,7 +48,8 @@ class OwnGradient:
         """Return the deferred buckets that their device has completed; the calling thread may work on them."""
         completed = [index for index, fence in self.deferred.items() if fence.done()]
         for index in completed:
-            self.deferred.pop(index).order(self._applier.buckets[index].flat)
+            bucket = self._applier.buckets[index]
+            self.deferred.pop(index).order(bucket.flat, bucket.wire)
         return completed
 
     def count_produced(self) -> None:

@@ -54,7 +54,7 @@ def test_lossy_forms_in_any_order_of_threads_and_kernels(lazy: str) -> None:
 
 
 def test_residuals_and_bases_are_handed_over_with_a_fence() -> None:
-    for lazy, seed in (("T", 1), ("T", 2), ("T", 3), ("HS", 1)):
+    for lazy, seed in (("T", 4), ("T", 7), ("T", 8), ("T", 9)):
         with running(KEPT) as device:
             world = job(seed, device, lazy)
             try:

@@ -68,8 +68,8 @@ MUTATIONS: dict[str, list[tuple[str, int]]] = {
     SHADOW: [("T", 0), ("T", 1)],
     COPIED: [("S", 0), ("S", 1)],
     PARAMS: [("T", 0), ("T", 1)],
-    SHADOW_READ: [("S", 4)],
-    KEPT: [("T", 1)],
+    SHADOW_READ: [("S", 5)],
+    KEPT: [("T", 9)],
     NORM: [("HS", 0)],
 }
 
