@@ -86,7 +86,8 @@ def shard(
             data set.
         seed: Seed of the permutations, equal on all ranks; that of a `DistributedSampler`, or of the generator of a
             DataLoader with `shuffle=True`, takes precedence unless `shuffle` is given.
-        drop_last: Whether to leave out a short last batch of the epoch.
+        drop_last: Whether to leave out a short last batch of the epoch. Where all ranks make every step together, a
+            last step that is not whole is left out, as with Horovod: some ranks would have a batch more than others.
         collate_fn: Makes a batch from a list of samples; torch's default if omitted.
         config: Settings, if no optimizer has been created yet.
         batches: For an `IterableDataset`: batches per epoch, over all ranks.
@@ -220,8 +221,9 @@ class ShardLoader:
             size = self._world_size
             layout = StepLayout(positions, self.batch_size, self._parts, size, drop_last=self._drop_last)
             return -(-layout.total // size)
-        total = positions // self.batch_size if self._drop_last else -(-positions // self.batch_size)
-        return -(-total // self._world_size)
+        if self._drop_last:
+            return positions // (self.batch_size * self._world_size)
+        return -(-positions // (self.batch_size * self._world_size))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the permutation of the next iteration, after a restart for example. Same on all ranks.
@@ -314,7 +316,7 @@ class ShardLoader:
         samples = self._samples_left(len(order), done)
         if shares is not None:
             even = self._run.world_size if stock.even else 0
-            shares.begin_epoch(stock.epoch, samples, self.batch_size, even=even)
+            shares.begin_epoch(stock.epoch, samples, self.batch_size, even=even, drop_last=self._drop_last)
         self._open = interrupted = _Interrupted(coming, stock)
         stock.begin(_digest(order, done), done)
         batches: LeasedBatches | StreamBatches
@@ -323,8 +325,9 @@ class ShardLoader:
         else:
             assert self._feeder is not None
             batches = LeasedBatches(
-                self._run, stock, order, self._feeder, batch_size=self.batch_size, n_samples=samples, shares=shares,
-                repeats=self.repeats, equal_because=self._even_because, note=self._note,
+                self._run, stock, order, self._feeder, batch_size=self.batch_size, n_samples=samples,
+                drop_last=self._drop_last, shares=shares, repeats=self.repeats, equal_because=self._even_because,
+                note=self._note,
             )  # fmt: skip
         try:
             yield from batches
@@ -364,7 +367,7 @@ class ShardLoader:
             raise StarError(
                 f"the last step of an epoch gives {self._run.world_size} ranks with batch_size {self.batch_size} and "
                 f"microbatches {self._parts} different numbers of micro-batches, which cannot be here: {reason}; leave "
-                "samples out so that it has as many for every rank, or pass drop_last=True with a whole number of steps"
+                "samples out so that it has as many for every rank, or pass drop_last=True"
             )
 
     def _open_microbatches(self, coming: _Coming) -> tuple[MicrobatchStock, StepLayout]:
@@ -413,7 +416,7 @@ class ShardLoader:
         return epoch, order, resumed
 
     def _samples_left(self, positions: int, done: list[int]) -> int:
-        """Return the number of samples of an epoch that ranks have yet to take."""
+        """Return the samples of an epoch that ranks have yet to take, a last step that is left out included."""
         end = positions - (positions % self.batch_size if self._drop_last else 0)
         return sum(stop - start for start, stop in without([(0, end)], _spans(done)))
 

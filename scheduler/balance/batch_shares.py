@@ -78,22 +78,17 @@ class LastStep:
     """How the last step of an epoch, which has fewer samples than the others, is divided; equal on all ranks.
 
     Attributes:
-        whole: In batches of the usual size, one for each of the first ranks with the largest shares, since short ones
-            are to be dropped. Else in the proportion of the shares.
+        whole: It is left out, since short batches are to be dropped: some ranks would make a step more than others.
+            Else it is divided in the proportion of the shares.
         least: In the proportion of the shares: fewest samples of a rank that has a part.
     """
 
     whole: bool = False
     least: int = 1
 
-    def parts(self, total: int, shares: Sequence[int], batch: int) -> tuple[int, ...]:
-        """Return every rank's part of `total` samples; `batch` is the size of a usual batch."""
-        if not self.whole:
-            return divide(total, shares, self.least)
-        found = [0] * len(shares)
-        for place, rank in enumerate(_largest_first(shares)):
-            found[rank] = min(batch, max(0, total - place * batch))
-        return tuple(found)
+    def parts(self, total: int, shares: Sequence[int]) -> tuple[int, ...]:
+        """Return every rank's part of `total` samples."""
+        return (0,) * len(shares) if self.whole else divide(total, shares, self.least)
 
 
 def _largest_first(shares: Sequence[int]) -> list[int]:

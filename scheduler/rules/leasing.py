@@ -20,7 +20,9 @@ last batches.
 
 With batch shares (`LeaseQueue.deal`) these rules do not apply: all positions are dealt in rows
 (`scheduler.rules.runs`), and every rank holds its part of all steps. All ranks then take their share in every step and
-end at the same step; only what a rank gives back, since it leaves its loop for example, is handed out behind that.
+end at the same step; only what a rank gives back, since it leaves its loop for example, is handed out behind that. A
+short last row is omitted if short batches are (`LastStep.whole`), as its batches would be a step that some ranks do not
+make; if the rows end before the epoch does, it is handed out again.
 
 Where a program draws from several loaders in one loop, a rank may wait for samples that another rank holds, which waits
 for something else. Once no rank trains any more (`LeaseQueue.reclaim`), what is not begun goes to those that wait, also
@@ -149,7 +151,7 @@ class LeaseQueue:
         n_samples: Positions in the epoch.
         batch_size: Positions in a batch; the last of the epoch may be shorter.
         world_size: Number of ranks.
-        drop_last: Omit a short last batch.
+        drop_last: Omit a short last batch, where positions are handed out on request.
         lease_s: Seconds of work a rank holds ahead.
         done: Positions that were consumed before the epoch was interrupted; they are not handed out.
 
@@ -180,6 +182,7 @@ class LeaseQueue:
         self._free: deque[Run] = deque(map(run_of, without([(0, stop)], done)))
         self._holders = [_Holder() for _ in range(world_size)]
         self._lease_s = lease_s
+        self._omitted: list[Run] = []  # A short last row.
         self._rows = False  # Whether ranks hold their parts of all rows.
         self.even = False
         self._reclaimed = False  # Whether ranks no longer hold their parts as dealt.
@@ -223,7 +226,7 @@ class LeaseQueue:
         Args:
             shares: Positions of each rank in a row; empty to hand positions out on request again.
             planned: Positions of the epoch that each rank takes before the change, those it has begun included.
-            last: How a short last row is divided; in the proportion of the shares if omitted.
+            last: How a short last row is divided, if it is; in the proportion of the shares by default.
 
         Returns:
             The ranks to send it to, and what each of them gets behind the first `planned` positions it was given. The
@@ -241,7 +244,7 @@ class LeaseQueue:
             raise ValueError(f"ranks that take {list(planned)} positions before get no rows; ask `dealable`")
         kept = [max(0, count - each.begun) for each, count in zip(self._holders, planned, strict=True)]
         rest = [run for each, keep in zip(self._holders, kept, strict=True) for run in behind(each.held, keep)]
-        pool = [run_of(span) for span in positions([*self._free, *rest])]
+        pool = [run_of(span) for span in positions([*self._free, *rest, *self._omitted])]
         found: list[list[Run]] = []
         for each, keep in zip(self._holders, kept, strict=True):
             each.held = first(each.held, keep)
@@ -249,10 +252,12 @@ class LeaseQueue:
             found.append(first(pool, lacks))
             pool = behind(pool, lacks)
         self._rows = self.even = bool(shares)
+        self._omitted = []
         if shares:
-            short = samples(pool) % sum(shares)
-            parts = (last or LastStep()).parts(short, shares, self.batch_size)
-            self.even = not short or min(parts) > 0
+            short, last = samples(pool) % sum(shares), last or LastStep()
+            parts = last.parts(short, shares)
+            self.even = not short or last.whole or min(parts) > 0
+            self._omitted = behind(pool, samples(pool) - short) if last.whole else []
             for own, part in zip(found, dealt(spans(pool), shares, parts), strict=True):
                 own += part
             pool = [run for own, each in zip(found, self._holders, strict=True) if each.ended for run in own]

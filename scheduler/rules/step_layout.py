@@ -31,7 +31,7 @@ class StepLayout:
         batch: Samples of a rank in a step, as the user gave it.
         parts: Micro-batches of a rank in a step.
         world_size: Number of ranks.
-        drop_last: Omit samples that do not fill a rank's batch.
+        drop_last: Omit samples that do not fill a step.
         done: Positions that were consumed before the epoch was interrupted.
         grain: Tasks of a micro-batch.
 
@@ -54,15 +54,15 @@ class StepLayout:
                 f"{samples} samples in batches of {batch} with {parts} micro-batches on {world_size} ranks; expected "
                 "at most one micro-batch for each sample of a batch"
             )
-        stop = samples - samples % batch if drop_last else samples
         self.parts, self.grain, self.world_size = parts, grain, world_size
         self.share = parts * grain
         self.longest = LONGEST * self.share
         self.whole = self.share * world_size
-        self._spans = without([(0, stop)], done)
+        self._spans = without([(0, samples)], done)
         self._ends = list(itertools.accumulate(end - start for start, end in self._spans))
         self.samples = self._ends[-1] if self._ends else 0
         self.batch, self._per_step = batch, batch * world_size
+        self.samples -= self.samples % self._per_step if drop_last else 0
 
     def limit_passes(self, samples: int) -> None:
         """Limit the samples of a pass, to not less than a micro-batch; 0 limits it to one user batch."""

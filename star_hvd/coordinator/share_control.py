@@ -189,7 +189,7 @@ class ShareState:
         feed.samples[message.epoch] = samples
         feed.drop_last, self.least = message.drop_last, max(self.least, message.least)
         if message.even:
-            return feed.shares, LastStep()
+            return feed.shares, LastStep(feed.drop_last)
         return feed.shares, feed.last if feed.announced else LastStep(feed.drop_last, self.least)
 
     def bind(self, loader: int, step: int) -> bool:
@@ -321,7 +321,7 @@ class ShareState:
         Args:
             even: Every rank needs a part.
         """
-        return LastStep() if even else LastStep(self._feed.drop_last, self.least)
+        return LastStep(self._feed.drop_last, 1 if even else self.least)
 
     def _give_up(self, proposal: _Proposal) -> None:
         self._send(ShareOrder(self.loader, proposal.number, False, [], 0, 0, 0))
@@ -414,8 +414,7 @@ class ShareControl:
         if self.policy is None or self.state.pending or now_s < self._again_s:
             return
         wanted = self._wanted(plan, now_s, even=even)
-        told = self.state.announced and not self.state.last.whole
-        if wanted is not None and (wanted != self.state.shares or (even and not told)):
+        if wanted is not None and (wanted != self.state.shares or (even and not self.state.announced)):
             self._again_s = now_s + _AGAIN_S
             self.state.propose(wanted, now_s, bounded=plan.balanced, even=even)
 

@@ -64,7 +64,8 @@ class LeasedBatches:
         order: The order of the epoch's samples.
         feeder: Loads them.
         batch_size: Samples per batch if all are equal.
-        n_samples: Samples that all ranks together consume in this epoch.
+        n_samples: Samples that all ranks together consume in this epoch, a short last step included.
+        drop_last: Whether that is left out where all ranks have their parts of every step.
         shares: Sets other batch sizes; None if they are constant.
         repeats: Repeats batches that ran out of memory.
         equal_because: Why all ranks need equally many batches, besides reasons of the runtime's optimizers.
@@ -83,6 +84,7 @@ class LeasedBatches:
         *,
         batch_size: int,
         n_samples: int,
+        drop_last: bool,
         shares: BatchSizes | None,
         repeats: Repeats,
         equal_because: str,
@@ -90,7 +92,7 @@ class LeasedBatches:
     ) -> None:
         self._equal_because = equal_because
         self._run, self._stock, self._order, self._feeder = run, stock, order, feeder
-        self._batch_size, self._n_samples = batch_size, n_samples
+        self._batch_size, self._n_samples, self._drop_last = batch_size, n_samples, drop_last
         self._shares, self._repeats, self._note = shares, repeats, note
         self.leases = Leases(run, stock)
         self._steps_before = run.steps_ended
@@ -187,11 +189,11 @@ class LeasedBatches:
         if uneven and self._shares is not None and not at_end:  # The reason may be as new as the step before.
             self._shares.await_shares(_ORDER_S)
         divided = self._stock.dealt_evenly or (self._shares is not None and (not at_end or self._shares.balanced))
-        if 0 < rest < ranks if divided else uneven:
+        if 0 < rest < ranks and not self._drop_last if divided else uneven:
             raise StarError(
                 f"an epoch of {self._n_samples} samples gives {ranks} ranks with batch_size {size} "
                 f"different numbers of batches, which cannot be here: {reason}; leave samples out so that the last "
-                "step has one for every rank, or pass drop_last=True with a whole number of steps"
+                "step has one for every rank, or pass drop_last=True"
             )
 
 

@@ -102,7 +102,9 @@ class BatchSizes(BatchSizer):
 
     # ---- loader ---------------------------------------------------------------------------------------------
 
-    def begin_epoch(self, epoch: int, samples: int, batch: int, *, even: int = 0) -> None:
+    def begin_epoch(
+        self, epoch: int, samples: int, batch: int, *, even: int = 0, drop_last: bool = False
+    ) -> None:
         """Start an epoch on this rank.
 
         Args:
@@ -111,11 +113,12 @@ class BatchSizes(BatchSizer):
             batch: Samples in a batch if all are equal.
             even: Number of ranks if all need equally many batches, else 0. They start with equal shares if none were
                 ordered.
+            drop_last: Whether a short last step is left out in that case.
         """
         with self._changed:
             self._shares = self._shares or (batch,) * even
             self._epoch, self._samples, self._batch = epoch, samples, batch
-            self._sizes = [_Sizes(0, self._shares, samples, LastStep() if even else self._last)]
+            self._sizes = [_Sizes(0, self._shares, samples, LastStep(drop_last) if even else self._last)]
             self._formed = self._refused = 0
             self._at, self._open = (0, self._step()), True
 
@@ -276,7 +279,7 @@ class BatchSizes(BatchSizer):
         left = self._left(sizes, index)
         if left <= 0 or left >= sum(sizes.shares):
             return sizes.shares[self._rank]
-        return sizes.last.parts(left, sizes.shares, self._batch)[self._rank]
+        return sizes.last.parts(left, sizes.shares)[self._rank]
 
     def _at_index(self, index: int) -> _Sizes | None:
         return next((each for each in reversed(self._sizes) if each.index <= index), None)

@@ -147,13 +147,18 @@ SEVERAL = ("sync", "partial")
 OUTER, INNER, LABELLED = 11, 9, 5  # Batches: of three ranks some wait at the end of one loader, some at the other's.
 
 
+def samples_of(batches: int) -> int:
+    """So many that three ranks in step have unequal numbers of batches: the last step has one sample for each."""
+    return (batches - batches % 3) * BATCH + batches % 3
+
+
 def several(folder: Path) -> dict[str, Any]:
     """Two epochs over `zip` of two loaders, and two of one in which a shorter one is started again and again."""
     found = {}
     for mode in SEVERAL:
         training = Training(mode)
         outer, inner, labelled = (
-            hvd.shard(torch.utils.data.Subset(Numbered(), range(count * BATCH + 1)), BATCH, drop_last=True)
+            hvd.shard(torch.utils.data.Subset(Numbered(), range(samples_of(count))), BATCH)
             for count in (OUTER, INNER, LABELLED)
         )
         pairs, digests, restarted = [list[tuple[int, int]]() for _ in range(2)], [], [list[int]() for _ in range(2)]

@@ -19,6 +19,7 @@ from tests.multiproc.loader_job import (
     SHORT_EPOCHS,
     SHORT_STEPS,
     STOPS_AT,
+    samples_of,
 )
 from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 
@@ -83,7 +84,7 @@ def test_a_loop_may_draw_from_several_loaders_of_any_lengths() -> None:
             for drawn in zip(*together([one["pairs"][epoch] for one in each]), strict=True):
                 assert len(set(drawn)) == len(drawn) and INNER - 2 <= len(drawn) <= INNER, "each batch once"
             samples = together([one["restarted"][epoch] for one in each])
-            assert len(set(samples)) == len(samples) == OUTER * BATCH
+            assert len(set(samples)) == len(samples) == samples_of(OUTER)
         assert len({one["last"] for one in each}) == 1
         if mode == "sync":
             assert all(len({one["digests"][epoch] for one in each}) == 1 for epoch in range(2)), "ranks meet"

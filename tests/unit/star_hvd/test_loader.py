@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from scheduler.records import Plan
 from scheduler.rules.step_layout import StepLayout
 from star_hvd.channel.messages.microbatches import MicrobatchOpen, MicrobatchShares
 from star_hvd.config import Config
@@ -236,6 +237,15 @@ def test_ranks_with_different_orders_or_lengths_are_refused(monkeypatch: pytest.
         assert world.next(0, batches[0]) is not None
         with pytest.raises(ValueError, match=message):
             world.next(1, batches[1])
+
+
+def test_with_drop_last_all_ranks_have_as_many_batches_as_len_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a program that meets in every tenth iteration, say, would meet in different ones after some epochs."""
+    world = World(3, monkeypatch, Plan.sync(3))
+    loaders = world.loaders(Numbers(3 * 4 * 5 + 4 + 1), 4, drop_last=True)
+    for _ in range(2):
+        found = world.epoch(loaders)
+        assert [len(each) for each in found] == [len(loader) for loader in loaders] == [5] * 3
 
 
 def test_a_stream_goes_on_until_the_queue_has_counted_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:

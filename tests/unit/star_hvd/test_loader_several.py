@@ -52,8 +52,7 @@ def test_ranks_end_a_loop_over_two_loaders_whichever_is_longer(
     monkeypatch: pytest.MonkeyPatch, mode: str, ranks: int, more: int
 ) -> None:
     world = World(ranks, monkeypatch, plan_of(mode, ranks))
-    outer = world.loaders(Numbers(2 * (9 + more)), 2, drop_last=True)
-    inner = world.loaders(Numbers(2 * 9 + 1), 2, drop_last=True)
+    outer, inner = world.loaders(Numbers(9 + more), 1), world.loaders(Numbers(9), 1)
     found = pairs(world, outer, inner, slow=0.002)
     for epoch in range(2):
         firsts, seconds = zip(*(pair for each in found for pair in each[epoch]), strict=True)
@@ -85,7 +84,7 @@ def test_shorter_loaders_that_are_restarted_inside_the_loop_over_a_longer_one(
 ) -> None:
     """Behind each epoch ranks meet in a collective; one may still lack samples for its last step."""
     world = World(ranks, monkeypatch, plan_of(mode, ranks))
-    longer, *shorter = [world.loaders(Numbers(length), 1, drop_last=True) for length in lengths]
+    longer, *shorter = [world.loaders(Numbers(length), 1) for length in lengths]
     seen: list[list[list[int]]] = [[[], []] for _ in range(ranks)]
     barrier = threading.Barrier(ranks)
 
@@ -146,7 +145,7 @@ def test_three_loaders_in_one_loop_in_any_order_of_events(monkeypatch: pytest.Mo
     ranks = draw.choice((2, 3, 4))
     world = World(ranks, monkeypatch, plan_of(draw.choice(("sync", "partial")), ranks))
     lengths = [draw.randrange(ranks, 20) for _ in range(3)]
-    loaders = [world.loaders(Numbers(length), draw.choice((1, 2)), drop_last=True) for length in lengths]
+    loaders = [world.loaders(Numbers(length), draw.choice((1, 2))) for length in lengths]
     pauses = [Scattered(seed + 10 * rank) for rank in range(ranks)]
     seen: list[list[Any]] = [[] for _ in range(ranks)]
 

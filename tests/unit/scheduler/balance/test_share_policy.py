@@ -247,12 +247,11 @@ def test_a_part_is_not_below_the_least_while_nobody_takes_more_than_its_share_fo
                for part, share in zip(parts, shares, strict=True))
 
 
-def test_whole_batches_go_to_the_ranks_with_the_largest_shares() -> None:
-    assert LastStep(whole=True).parts(48, (4, 20, 20, 20), 16) == (0, 16, 16, 16)
-    assert LastStep(whole=True).parts(16, (20, 20, 20, 4), 16) == (16, 0, 0, 0)
-    assert LastStep().parts(16, (20, 20, 20, 4), 16) == (5, 5, 5, 1)
-    assert LastStep(least=2).parts(5, (16, 16, 16, 16), 16) == (3, 2, 0, 0)
-    assert LastStep(least=2).parts(5, (2, 2, 2, 2), 2) == (2, 2, 1, 0), "no rank gets more than its share"
+def test_the_last_step_is_divided_among_ranks_that_can_have_the_least_or_is_left_out() -> None:
+    assert LastStep(whole=True).parts(48, (4, 20, 20, 20)) == (0, 0, 0, 0)
+    assert LastStep().parts(16, (20, 20, 20, 4)) == (5, 5, 5, 1)
+    assert LastStep(least=2).parts(5, (16, 16, 16, 16)) == (3, 2, 0, 0)
+    assert LastStep(least=2).parts(5, (2, 2, 2, 2)) == (2, 2, 1, 0), "no rank gets more than its share"
 
 
 def test_shares_have_a_lower_bound_of_at_most_a_usual_batch_and_the_limit_of_the_rank() -> None:

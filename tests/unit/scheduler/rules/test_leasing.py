@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from scheduler.balance.batch_shares import LastStep
 from scheduler.rules.leasing import Answer, LeaseQueue
-from scheduler.rules.runs import dealt, samples, spans, without
+from scheduler.rules.runs import Span, dealt, samples, spans, without
 from star_hvd.channel.messages.base import EpochEnd, Message
 from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, LeaseReturn, runs_of
 from star_hvd.config import Config
@@ -582,15 +582,38 @@ def test_a_rank_whose_program_has_ended_gets_no_part_of_an_epoch_that_is_opened_
     assert said[1:] == [(0, Lease(0, 1, [5, 5, 10, 4], even=True))], "the part of the rank that is gone"
 
 
-def test_the_last_row_is_divided_in_whole_batches_where_short_ones_are_dropped() -> None:
+def test_a_short_last_row_is_left_out_where_short_batches_are_dropped_so_that_all_ranks_make_equally_many() -> None:
     said: list[tuple[int, Message]] = []
     service = LeaseService(3, lambda to, message: said.append((to, message)))
     service.shares = lambda message, samples: ((5, 5, 5), LastStep(whole=message.drop_last))
     for rank in range(3):
         asked(service, rank, 0, 0, drop_last=True)  # Two rows of 15, and 10 samples.
-    assert [message.runs for _, message in said if isinstance(message, Lease) and not message.even] == [
-        [0, 5, 15, 2, 30, 5, 5, 1], [5, 5, 15, 2, 35, 5, 5, 1], [10, 5, 15, 2]
-    ]  # fmt: skip
+    assert said == [(rank, Lease(0, 0, [5 * rank, 5, 15, 2], even=True)) for rank in range(3)]
+    for rank in range(3):
+        asked(service, rank, 0, 10, drop_last=True, idle=True)
+    ends = [(rank, Lease(0, 0, [], True, even=True)) for rank in range(3)]
+    assert len(said) == 6 and all(end in said for end in ends), "nobody waits for the rest"
+
+
+@pytest.mark.parametrize("done", [[], [(0, 512 * 20)], [(0, 300 * 7)]])
+def test_with_drop_last_every_rank_has_as_many_batches_as_with_horovod_s_sampler(done: list[Span]) -> None:
+    """Also in an epoch that goes on where it was interrupted, by as many ranks or more."""
+    queue = LeaseQueue(50_000, 128, 4, drop_last=True, done=done)
+    queue.deal((128,) * 4, [0] * 4, last=LastStep(whole=True))
+    found = [answered(queue, rank, 0, 0.0) for rank in range(4)]
+    begun = sum(stop - start for start, stop in done)
+    assert [len(each) for each in found if isinstance(each, list)] == [(49_920 - begun) // 512] * 4
+    assert queue.even and queue.free == 0
+
+
+def test_a_row_that_was_left_out_is_handed_out_if_the_rows_end_before_the_epoch() -> None:
+    queue = LeaseQueue(43, 5, 3, drop_last=True)
+    queue.deal((5, 5, 5), [0] * 3, last=LastStep(whole=True))
+    assert [queue.held(rank) for rank in range(3)] == [10] * 3 and queue.free == 0
+    queue.deal((7, 5, 3), [5] * 3, last=LastStep(whole=True))
+    assert [queue.held(rank) for rank in range(3)] == [12, 10, 8] and queue.free == 0
+    queue.deal((), [5] * 3)
+    assert [queue.held(rank) for rank in range(3)] == [5] * 3 and queue.free == 25
 
 
 def test_an_epoch_whose_batches_have_fixed_sizes_is_not_dealt() -> None:

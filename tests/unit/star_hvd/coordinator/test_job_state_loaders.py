@@ -39,7 +39,7 @@ class Loaders(Job):
     def ask(
         self, rank: int, loader: int, total: int, begun: int = 0, *, waits: bool = False, late: int = 0, epoch: int = 0
     ) -> list[tuple[int, m.Message]]:
-        return self.heard(rank, LeaseAsk(loader, epoch, total, 1, True, begun, undelivered=late, idle=waits))
+        return self.heard(rank, LeaseAsk(loader, epoch, total, 1, False, begun, undelivered=late, idle=waits))
 
     def end(
         self, rank: int, loader: int, begun: int, *, early: bool = False, meets: bool = True, epoch: int = 0
