@@ -76,8 +76,11 @@ def shard(
     give each rank a different share; the queue then counts batches.
 
     A loop may draw from several loaders. Each has a queue of its own, so ranks may get different numbers of batches of
-    each; `zip` ends on a rank with the first loader that has no more for it. A loop may fetch one batch ahead, as a
-    prefetcher to the GPU does (not with `microbatches`): that is seen from the second batch before the first gradient.
+    each; `zip` ends on a rank with the first loader that has no more for it. Where a gradient is of batches of several,
+    all ranks get equal batches, in `sync(balanced)` too. A plain DataLoader in the same loop is not seen: if its
+    batches are in the same loss, use a mode in which batches are equal, such as `sync`. A loop may fetch one batch
+    ahead, as a prefetcher to the GPU does (not with `microbatches`): that is seen from the second batch before the
+    first gradient.
 
     Args:
         data: A map-style data set, a DataLoader, or either of an `IterableDataset`.

@@ -494,7 +494,7 @@ class JobState:
         return next(iter(self.optimizers.values()), None)
 
     def _feeds(self, rank: int, message: Feeds, now_s: float) -> None:
-        self.shares.bind(message.loader, message.step)
+        self.shares.bind(message.loader, message.step, mixed=message.mixed)
 
     def _share_ready(self, rank: int, message: ShareReady, now_s: float) -> None:
         optimizer = self._fed

@@ -455,7 +455,7 @@ class OptimizerState:
             pushed_part=self.pushed_part,
             allowed=possible.difference(self.blocked),
             blocked=possible.intersection(self.blocked),
-            batch=self.shares.state.batch if self.shares is not None and not self.equal_batches else 0,
+            batch=self.shares.sizable if self.shares is not None and not self.equal_batches else 0,
             microbatches=0 if self.equal_batches else self.microbatches,
             headroom=tuple(self.headroom.levels()),
             fixed_part=self.shares.fixed_part if self.shares is not None else self.microbatch_fixed_part,

@@ -7,6 +7,7 @@ There is one change at a time; it is given up if a rank does not answer.
 from __future__ import annotations
 
 import bisect
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from star_hvd.channel.messages.shares import EPOCH_START, MemoryLimit, ShareOrde
 from star_hvd.errors import ChannelError
 
 __all__ = ["Change", "ShareControl", "ShareState"]
+
+logger = logging.getLogger("star_hvd")
 
 _ANSWER_S = 20.0
 """Deadline for the ranks' answers: a third of the time that a rank waits for the order, so that a rank always hears in
@@ -368,12 +371,14 @@ class ShareControl:
     Attributes:
         state: Holds the shares in force and changes them.
         changed: Whether other shares were ever ordered, so that batches may have had other sizes.
+        mixed: Whether gradients are of another loader's batches too. A gradient has one weight, which follows the
+            samples of the loader that has shares, so shares that differ would weigh the other one's samples by these.
     """
 
     def __init__(self, world_size: int, send: Callable[[Message], None], least: int = 1) -> None:
         self.state = ShareState(world_size, send)
         self.state.least = max(1, least)
-        self.changed = False
+        self.changed = self.mixed = False
         self._world_size = world_size
         self._policy: SharePolicy | None = None
         self._warm: set[int] = set()  # Ranks whose first report has arrived; it is not typical of later steps.
@@ -427,11 +432,20 @@ class ShareControl:
             self.changed = True
         return change
 
-    def bind(self, loader: int, step: int) -> None:
+    def bind(self, loader: int, step: int, *, mixed: bool = False) -> None:
         """Note that gradients follow a loader's batches, see `ShareState.bind`.
 
         Reports of its steps that have come already were taken for steps with the shares of the loader before.
+
+        Args:
+            loader: The loader.
+            step: The step of the first of these gradients.
+            mixed: See the attribute.
         """
+        if mixed and not self.mixed:
+            logger.info("each gradient is of batches of several loaders, so all ranks get equal batches")
+            self.state.cancel()
+        self.mixed = mixed
         batch = self.state.batch
         if not self.state.bind(loader, step) or self._policy is None:
             return
@@ -442,6 +456,11 @@ class ShareControl:
             self._policy = None
         for steps in self._reported:
             steps.clear()
+
+    @property
+    def sizable(self) -> int:
+        """Samples of a usual batch if a rank can have more or fewer of them, else 0."""
+        return 0 if self.mixed else self.state.batch
 
     def restart(self) -> None:
         """Note that another optimizer's steps count the batches, see `ShareState.restart`: it may train otherwise."""
@@ -491,6 +510,8 @@ class ShareControl:
             return (self.state.batch,) * self._world_size
         if not plan.uneven:
             return ()
+        if self.mixed:
+            return (self.state.batch,) * self._world_size
         if not plan.balanced:
             return plan.batch_shares
         found = None

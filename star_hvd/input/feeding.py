@@ -89,18 +89,21 @@ class Feeding:
     Args:
         found: Called with a loader's number when gradients have followed its batches `SURE` times in a row, unless
             it was the last to be named.
+        mixed: Called once with the number of a loader that was named, when `SURE` gradients have been of its batches
+            and of another loader's: batch shares would weigh the other one's samples by this one's.
 
     Attributes:
         loader: The loader that feeds the training, -1 before any has.
     """
 
-    def __init__(self, found: Callable[[int], None]) -> None:
+    def __init__(self, found: Callable[[int], None], mixed: Callable[[int], None] = lambda loader: None) -> None:
         self.loader = -1
-        self._found = found
+        self._found, self._mixed = found, mixed
         self._open: list[int] = []  # Loaders that the program iterates over.
         self._batches: dict[int, _Batches] = {}
         self._since: list[int] = []  # Those that gave batches since the last gradient, in this order.
         self._times, self._named = 0, -1
+        self._of_several = 0  # Gradients of the named loader's batches and of another's.
         self._given: deque[float] = deque(maxlen=_KEPT)  # Weights that the user gave to the passes of a gradient.
         self._is_given, self._used = False, False  # Whether the latest batch has one; whether a gradient had these.
 
@@ -197,9 +200,12 @@ class Feeding:
         if self.loader in self._batches:
             self._batches[self.loader].used(passes)
         self._times = self._times + 1 if self.loader == before else 1
+        self._of_several = self._of_several + (len(since) > 1) if self.loader == before else int(len(since) > 1)
         if self._times >= SURE and self.loader != self._named:
             self._named = self.loader
             self._found(self.loader)
+        if self._of_several == SURE and len(since) > 1 and self.loader == self._named:
+            self._mixed(self.loader)
 
 
 def _mean(weights: Iterable[float], passes: int) -> float:

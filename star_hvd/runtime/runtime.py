@@ -186,7 +186,7 @@ class Runtime:
         self.coordinator: Coordinator | None = None
         self.drivers: dict[int, StepDriver] = {}
         self.asked = AskedPlans(self.world_size, self.config.max_batch)
-        self.feeding = Feeding(self._feeds)
+        self.feeding = Feeding(self._feeds, self._mixes)
         self.in_hand: MicrobatchInHand | None = None  # The micro-batch whose gradient is being accumulated.
         self.behind_step: Callable[[], None] | None = None  # Called behind the step of micro-batches in progress.
         self.memory = MemoryLimits(self.config.max_batch)
@@ -482,6 +482,11 @@ class Runtime:
             driver.reporter.feeds(loader, max(0, driver.steps - (SURE - 1)))
         if self.rank == 0:
             self.agent.send(Feeds(loader, max(0, self._first_step() - (SURE - 1))))
+
+    def _mixes(self, loader: int) -> None:
+        """Gradients were found to be of another loader's batches too."""
+        if self.rank == 0:
+            self.agent.send(Feeds(loader, max(0, self._first_step()), mixed=True))
 
     def weigh(self, count: float) -> None:
         """Note that the loss of the current batch, or micro-batch, is a mean over `count` items."""

@@ -99,8 +99,10 @@ class Feeds(Message):
 
     Attributes:
         step: Step of the first of these gradients.
+        mixed: Whether they are of another loader's batches too, so that all shares have to be equal.
     """
 
     kind: ClassVar[str] = "feeds"
     loader: int
     step: int
+    mixed: bool = False

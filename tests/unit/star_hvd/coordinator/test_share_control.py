@@ -490,6 +490,31 @@ def test_shares_are_for_the_next_loader_at_once_in_every_epoch() -> None:
                 assert control.state.shares == (15, 5)
 
 
+@pytest.mark.parametrize("given", [(), (15, 5)])
+def test_shares_are_equal_while_gradients_are_of_several_loaders_batches(given: tuple[int, ...]) -> None:
+    """Else each of the other loader's samples would count by the shares of this one."""
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.state.in_step = True
+    for loader in range(3):
+        control.state.opens(LeaseAsk(loader, 0, 10_000, 10, False, 0), 10_000)
+    plan = Plan.sync(2, balanced=not given, batch_shares=given)
+    control.state.propose((15, 5), 0.0)
+    _answers(control, sent)
+    assert control.sizable == 10
+    control.bind(0, 4, mixed=True)
+    control.tick(plan, 1.0)
+    _answers(control, sent)
+    assert control.state.shares == (10, 10) and control.sizable == 0
+    for step in range(5, 30):
+        for rank in range(2):
+            control.note(rank, step, StepTimes((1.0, 3.0)[rank]))
+        control.tick(plan, 1.0 + step)
+    assert control.state.shares == (10, 10) and not control.state.pending
+    control.bind(1, 40)
+    assert control.sizable == 10 and not control.mixed
+
+
 def test_the_first_steps_of_another_loader_count_as_steps_with_its_shares() -> None:
     """Which loader feeds the training is known two gradients later: reports of these steps may have come by then."""
     sent: list[Message] = []

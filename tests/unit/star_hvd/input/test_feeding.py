@@ -14,7 +14,8 @@ class Program:
 
     def __init__(self) -> None:
         self.found: list[int] = []
-        self.feeding = Feeding(self.found.append)
+        self.mixed: list[int] = []
+        self.feeding = Feeding(self.found.append, self.mixed.append)
 
     def step(self, *loaders: int, weight: float = 1.0) -> float:
         """Take a batch of each loader; return the weight of the gradient that follows."""
@@ -83,6 +84,28 @@ def test_of_two_loaders_in_every_step_the_first_feeds(program: Program) -> None:
         program.feeding.note(OTHER, 1.0)
         assert program.feeding.weight(1) == weight
     assert program.found == [TRAINING]
+
+
+def test_gradients_of_several_loaders_batches_are_found_also_if_not_every_one_is(program: Program) -> None:
+    for loader in (TRAINING, OTHER, LATER):
+        program.feeding.begin(loader)
+    for count in range(12):
+        program.step(TRAINING, *([OTHER] if count in (5, 8, 10) else []))
+        assert program.mixed == [TRAINING] * (count >= 8)
+    program.feeding.end(OTHER)
+    program.feeding.end(TRAINING)
+    for _ in range(4):
+        program.step(LATER)
+    assert program.found == [TRAINING, LATER] and program.mixed == [TRAINING]
+
+
+def test_batches_looked_at_before_the_first_step_mix_no_gradients(program: Program) -> None:
+    program.feeding.begin(OTHER)
+    program.feeding.note(OTHER, 1.0)
+    program.feeding.begin(TRAINING)
+    for _ in range(5):
+        program.step(TRAINING)
+    assert program.mixed == []
 
 
 def test_loaders_in_turn_have_their_own_weights_and_none_is_named(program: Program) -> None:
