@@ -125,12 +125,15 @@ class ShareState:
 
     @property
     def loader(self) -> int:
-        """The loader that feeds the training: the first one until gradients follow another's batches; -1 before."""
+        """The loader that feeds the training: the first one until gradients follow another's batches; -1 before.
+
+        Also -1 while gradients follow batches that cannot have shares, as those of a stream or of a plain DataLoader.
+        """
         return self._feed.loader
 
     @property
     def batch(self) -> int:
-        """Samples in each of its batches if all are equal."""
+        """Samples in each of its batches if all are equal; of the loader before if none feeds the training any more."""
         return self._feed.batch
 
     @property
@@ -182,7 +185,7 @@ class ShareState:
         if message.fixed or (samples <= 0 and message.loader not in self._feeds):
             return (), LastStep()
         feed = self._feeds.setdefault(message.loader, _Feed(message.loader, message.batch, [0] * self._world_size))
-        if self.loader < 0:
+        if not self.batch:
             self._feed = feed
         for old in [each for each in self._feeds if each not in (self.loader, message.loader)][:-_FEEDS_KEPT]:
             del self._feeds[old]
@@ -203,6 +206,8 @@ class ShareState:
             step: The step of the first of these gradients.
         """
         feed = self._feeds.get(loader)
+        if feed is None and self.loader >= 0:  # Their batches have no shares: from here on times are of usual ones.
+            feed = _Feed(-1, self.batch, list(self.most))
         if feed is None or feed is self._feed:
             return False
         self.cancel()
@@ -398,6 +403,8 @@ class ShareControl:
         """Take in a rank's times of a step."""
         if self.policy is None:
             self._warm.add(rank)
+        elif self.state.loader < 0:
+            return
         elif rank in self._warm:
             # Where loading is known it replaces the waits, which are 0 where the batches are small.
             own_s = max(_LEAST_S, times.compute_s - times.input_s) if times.load_s else times.compute_s
@@ -416,7 +423,7 @@ class ShareControl:
             even: Whether all ranks need equally many batches, because they meet within forward or backward passes.
         """
         self.state.tick(now_s)
-        if self.policy is None or self.state.pending or now_s < self._again_s:
+        if self.policy is None or self.state.loader < 0 or self.state.pending or now_s < self._again_s:
             return
         wanted = self._wanted(plan, now_s, even=even)
         if wanted is not None and (wanted != self.state.shares or (even and not self.state.announced)):
@@ -460,7 +467,7 @@ class ShareControl:
     @property
     def sizable(self) -> int:
         """Samples of a usual batch if a rank can have more or fewer of them, else 0."""
-        return 0 if self.mixed else self.state.batch
+        return 0 if self.mixed or self.state.loader < 0 else self.state.batch
 
     def restart(self) -> None:
         """Note that another optimizer's steps count the batches, see `ShareState.restart`: it may train otherwise."""

@@ -244,9 +244,9 @@ def _memory_limit(message: MemoryLimit, _: int) -> None:
 
 
 def _feeds(message: Feeds, _: int) -> None:
-    if min(message.loader, message.step) < 0:
+    if message.loader < -1 or message.step < 0:
         raise ChannelError(
-            f"loader {message.loader} feeds the training from step {message.step} on; expected numbers from 0"
+            f"loader {message.loader} feeds the training from step {message.step} on; expected numbers from -1 and 0"
         )
 
 

@@ -88,21 +88,28 @@ class Feeding:
 
     Args:
         found: Called with a loader's number when gradients have followed its batches `SURE` times in a row, unless
-            it was the last to be named.
+            it was the last to be named; with -1 when gradients of `SURE` steps in a row have been of no loop over one.
         mixed: Called once with the number of a loader that was named, when `SURE` gradients have been of its batches
             and of another loader's: batch shares would weigh the other one's samples by this one's.
+        step: Returns the step that the training is at: a gradient of several buckets counts once.
 
     Attributes:
         loader: The loader that feeds the training, -1 before any has.
     """
 
-    def __init__(self, found: Callable[[int], None], mixed: Callable[[int], None] = lambda loader: None) -> None:
+    def __init__(
+        self,
+        found: Callable[[int], None],
+        mixed: Callable[[int], None] = lambda loader: None,
+        step: Callable[[], int] = lambda: 0,
+    ) -> None:
         self.loader = -1
-        self._found, self._mixed = found, mixed
+        self._found, self._mixed, self._step = found, mixed, step
         self._open: list[int] = []  # Loaders that the program iterates over.
         self._batches: dict[int, _Batches] = {}
         self._since: list[int] = []  # Those that gave batches since the last gradient, in this order.
         self._times, self._named = 0, -1
+        self._outside: list[int] = []  # Steps with gradients outside of loops since the last one in a loop.
         self._of_several = 0  # Gradients of the named loader's batches and of another's.
         self._given: deque[float] = deque(maxlen=_KEPT)  # Weights that the user gave to the passes of a gradient.
         self._is_given, self._used = False, False  # Whether the latest batch has one; whether a gradient had these.
@@ -179,11 +186,27 @@ class Feeding:
         batches = self._batches.get(self.loader)
         if batches is not None:
             batches.confirm()
+        self.note_place()
         if self._is_given:
             return _mean(self._given, passes)
-        if batches is None or not (self.loader in self._open or batches.last_due):
-            return 1.0
-        return batches.weight(passes)
+        return batches.weight(passes) if batches is not None and self._in_loop else 1.0
+
+    def note_place(self) -> None:
+        """Note a gradient, also one that was weighed part by part: it may be of no loop over the loader."""
+        if self._in_loop:
+            self._outside.clear()
+        elif self._named >= 0:
+            self._outside += [step for step in [self._step()] if step not in self._outside]
+            if len(self._outside) >= SURE:
+                self._named, self._times = -1, 0
+                self._outside.clear()
+                self._found(-1)
+
+    @property
+    def _in_loop(self) -> bool:
+        """Whether a gradient that comes now is of a loop over the loader that feeds the training."""
+        batches = self._batches.get(self.loader)
+        return batches is not None and (self.loader in self._open or batches.last_due)
 
     @property
     def largest(self) -> float:

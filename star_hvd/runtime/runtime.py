@@ -186,7 +186,7 @@ class Runtime:
         self.coordinator: Coordinator | None = None
         self.drivers: dict[int, StepDriver] = {}
         self.asked = AskedPlans(self.world_size, self.config.max_batch)
-        self.feeding = Feeding(self._feeds, self._mixes)
+        self.feeding = Feeding(self._feeds, self._mixes, self.steps_made)
         self.in_hand: MicrobatchInHand | None = None  # The micro-batch whose gradient is being accumulated.
         self.behind_step: Callable[[], None] | None = None  # Called behind the step of micro-batches in progress.
         self.memory = MemoryLimits(self.config.max_batch)
@@ -477,7 +477,7 @@ class Runtime:
             driver.timer.add_input(input_s, load_s)
 
     def _feeds(self, loader: int) -> None:
-        """A loader was found to feed the training: batch shares are for its batches, and reports count them."""
+        """A loader was found to feed the training, -1 for none: shares are for its batches, and reports count them."""
         for driver in self.drivers.values():  # Each from its own step of the loader's first gradient.
             driver.reporter.feeds(loader, max(0, driver.steps - (SURE - 1)))
         if self.rank == 0:

@@ -418,6 +418,8 @@ class BucketCore:
         if self._unready[bucket.index] == 0:
             streams.gather(bucket.index, bucket.flat)
             parts = self.in_hand is not None or self._accumulation.count
+            if parts:
+                self.run.feeding.note_place()
             self.driver.engine.own.weight = self._accumulation.weight if parts else self.run.feeding.weight(self.passes)
             self.driver.give(bucket)
         self._giving = False

@@ -98,6 +98,7 @@ class Feeds(Message):
     """Rank 0: gradients follow the batches of this loader, so batch shares are for it.
 
     Attributes:
+        loader: Its number, -1 if they follow no loader's.
         step: Step of the first of these gradients.
         mixed: Whether they are of another loader's batches too, so that all shares have to be equal.
     """

@@ -439,7 +439,8 @@ def test_shares_follow_the_loader_whose_batches_gradients_follow() -> None:
     for loader in (0, 1, 2):  # For validation, for training, and one whose sizes are fixed.
         shares, _ = state.opens(LeaseAsk(loader, 0, 1000, 10, False, 0, fixed=loader == 2), 1000)
         assert shares == (() if loader == 2 else (10, 10)), "each step has the samples of plain Horovod"
-    assert state.loader == 0 and not state.bind(2, 5) and not state.bind(7, 5) and not state.bind(0, 5)
+    assert state.loader == 0 and not state.bind(0, 5)
+    assert state.bind(2, 5) and state.loader == -1 and not state.bind(7, 5) and state.bind(0, 5)
     state.propose((15, 5), now_s=0.0)
     state.ready(0, _ready(0, 1), 9, 0.0)
     assert state.bind(1, 6) and state.loader == 1 and not state.pending
@@ -488,6 +489,30 @@ def test_shares_are_for_the_next_loader_at_once_in_every_epoch() -> None:
                 control.tick(plan, now_s)
                 _answers(control, sent)
                 assert control.state.shares == (15, 5)
+
+
+@pytest.mark.parametrize("other", [-1, 7])
+def test_no_shares_are_in_force_once_gradients_follow_input_that_has_none(other: int) -> None:
+    """A stream, micro-batches or a plain DataLoader: its batches are of the usual size on all ranks."""
+    sent: list[Message] = []
+    control = ShareControl(2, sent.append)
+    control.state.in_step = True
+    plan = Plan.sync(2, balanced=True)
+    control.state.opens(LeaseAsk(0, 0, 10_000, 10, False, 0), 10_000)
+    control.state.propose((15, 5), 0.0)
+    _answers(control, sent)
+    assert control.scale_of(0, 20)[1] == pytest.approx(10 / 15)
+    control.bind(other, 20)
+    assert control.scale_of(0, 19)[1] == pytest.approx(10 / 15) and control.scale_of(0, 20) == (1.0, 1.0)
+    assert control.sentence() == "" and control.sizable == 0
+    control.state.opens(LeaseAsk(1, 0, 10_000, 10, False, 0), 10_000)  # Of an evaluation, say.
+    for step in range(20, 40):
+        for rank in range(2):
+            control.note(rank, step, StepTimes((1.0, 3.0)[rank]))
+        control.tick(plan, float(step))
+    assert len(sent) == 2 and control.state.loader == -1, "nothing is proposed"
+    control.bind(0, 40)
+    assert control.state.shares == (15, 5) and control.sizable == 10
 
 
 @pytest.mark.parametrize("given", [(), (15, 5)])

@@ -15,7 +15,8 @@ class Program:
     def __init__(self) -> None:
         self.found: list[int] = []
         self.mixed: list[int] = []
-        self.feeding = Feeding(self.found.append, self.mixed.append)
+        self.made = 0  # Steps.
+        self.feeding = Feeding(self.found.append, self.mixed.append, lambda: self.made)
 
     def step(self, *loaders: int, weight: float = 1.0) -> float:
         """Take a batch of each loader; return the weight of the gradient that follows."""
@@ -106,6 +107,34 @@ def test_batches_looked_at_before_the_first_step_mix_no_gradients(program: Progr
     for _ in range(5):
         program.step(TRAINING)
     assert program.mixed == []
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_training_that_goes_on_without_the_loader_is_found(program: Program, *, parts: bool) -> None:
+    feeding = program.feeding
+    for stage in range(2):
+        feeding.begin(TRAINING)
+        for _ in range(3):
+            program.step(TRAINING)
+        feeding.end(TRAINING)
+        assert program.found == [TRAINING, -1] * stage + [TRAINING]
+        for count in range(4):
+            for _ in range(5):  # Buckets.
+                feeding.note_place() if parts else feeding.weight(1)
+            program.made += 1
+            assert program.found == [TRAINING, -1] * stage + [TRAINING, -1][: 1 + (count > 0)]
+
+
+def test_a_step_behind_every_epoch_is_no_training_without_the_loader(program: Program) -> None:
+    for _ in range(3):
+        program.feeding.begin(TRAINING)
+        for _ in range(3):
+            program.step(TRAINING)
+            program.made += 1
+        program.feeding.end(TRAINING)
+        assert program.feeding.weight(1) == 1.0
+        program.made += 1
+    assert program.found == [TRAINING]
 
 
 def test_loaders_in_turn_have_their_own_weights_and_none_is_named(program: Program) -> None:
