@@ -59,7 +59,8 @@ def shard(
 ) -> ShardLoader:
     """Share a dataset among the ranks through a work queue: each sample once per epoch, more for faster ranks.
 
-    Collective: all ranks call it, in the same order if there are several loaders. Each iteration over the result is one
+    Collective: all ranks call it, in the same order if there are several loaders, and so is every iteration: to look at
+    a batch on one rank, take it from the DataLoader or the data set itself. Each iteration over the result is one
     epoch with its own permutation, that of torch's `DistributedSampler` with the same seed and epoch. Where all ranks
     make every step together, as in `sync`, `sync(balanced)`, `sync(steal)` and `auto` before a relaxed mode, each step
     has the samples that it has with plain Horovod and that sampler; only a short last step does not repeat samples. The

@@ -81,6 +81,7 @@ _TIDY_INTERVAL_S = 5.0  # Between two searches for unused process sets.
 _UNLIKELY = 3  # Every third state source named is a rank that is not known to have the state.
 _JOINS_INTERVAL_S = 0.05  # Between two lists of the ranks in `join`, in jobs of more than `_FEW` ranks.
 _FEW = 16
+_APART = 2  # A rank that ends an epoch with so many times the samples of those that left it did not leave with them.
 _MAX_OPEN = 4096  # Maximum number of optimizers, and of loaders' epochs, that are kept.
 _OWN_PACE = ("subgroup", "ps", "grouped")  # Families of plans in which all or some ranks step on their own.
 _EPOCHS_KEPT = 64  # Epochs that have ended on all ranks: a state of the middle of one may still be wanted.
@@ -96,6 +97,7 @@ class _Epoch:
     queue: WorkQueue | None = None  # None where samples are leased.
     ended: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)  # Those of `ended` that left their loop before its end.
+    left_at: int = 0  # Most samples that one of these had begun.
     announced: bool = False  # The ranks that are in `ended` without having left know of the end.
     over: bool = False  # All ranks have ended it.
 
@@ -141,7 +143,7 @@ class JobState:
         )
         self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
         self._last_seen_s = [now_s] * world_size
-        self._sent_bye = False
+        self._sent_bye = self._warned_apart = False
         self._asked = [0] * world_size
         self._closed: set[int] = set()
         self._inactive: dict[int, float] = {}  # Inactive ranks and since when.
@@ -511,12 +513,35 @@ class JobState:
             self.outbox.append((rank, EpochEnd(*key, together=False)))
         if epoch is None:
             return
+        if not message.early:
+            self._warn_if_apart(key, epoch, rank, message)
         epoch.ended.add(rank)
         if message.early:
             epoch.left.add(rank)
+            epoch.left_at = max(epoch.left_at, message.begun)
         elif message.meets and not epoch.announced:
             self._at_end[rank] = key
         self._maybe_end(key, epoch, now_s)
+
+    def _warn_if_apart(self, key: tuple[int, int], epoch: _Epoch, rank: int, message: LeaseReturn) -> None:
+        """Warn, once, if ranks that should be in step are in different iterations over a loader.
+
+        That is so if one of them takes a batch to look at it: its training is the loader's next iteration, and the
+        others' training is that one. All may leave a loop at the same step, though.
+        """
+        # Ranks that reach the end ask for the next epoch behind it, so only one that left can have opened it.
+        begun = epoch.left and epoch.left == epoch.ended and (key[0], key[1] + 1) in self._epochs
+        if self._warned_apart or not begun or message.begun <= _APART * epoch.left_at:
+            return
+        if self._fed is None or not self._fed.in_step:
+            return
+        self._warned_apart = True
+        logger.warning(
+            "ranks %s left an iteration over a loader of hvd.shard early and began the next one, while rank %d came to "
+            "the end of the first: if they go on in step, they will wait for each other in vain. Every iteration is of "
+            "all ranks; to look at a batch on one rank, take it from the DataLoader or the data set itself",
+            sorted(epoch.left), rank,
+        )  # fmt: skip
 
     def _own_pace_s(self, rank: int) -> float | None:
         """Return the median time of a rank's last 5 batches in seconds, from the first optimizer with reports.

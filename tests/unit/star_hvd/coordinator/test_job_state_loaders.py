@@ -170,6 +170,38 @@ def test_where_loaded_batches_cannot_be_had_one_rank_ends_and_the_others_get_wha
     assert [rank for rank, each in back if isinstance(each, Lease) and each.runs] == [1]
 
 
+@pytest.mark.parametrize(
+    ("plan", "left_at", "warns"),
+    [(Plan.sync(2), 1, True), (Plan.sync(2), 4, False), (Plan.partial(2, 1), 1, False)],
+)
+def test_a_rank_that_looks_at_a_batch_is_a_whole_iteration_ahead(
+    caplog: pytest.LogCaptureFixture, plan: Plan, left_at: int, *, warns: bool
+) -> None:
+    """What they wait for at the end is hard to find. But all ranks may leave a loop at the same step."""
+    job = Loaders(2, plan)
+    for rank in (0, 1):
+        job.ask(rank, A, 20)
+    job.end(0, A, left_at, early=True)
+    job.ask(0, A, 20, epoch=1)
+    job.ask(1, A, 20, 5)
+    with caplog.at_level("WARNING", "star_hvd"):
+        job.end(1, A, 5)
+    assert ("take it from the DataLoader" in caplog.text) == warns
+
+
+def test_ranks_that_all_leave_a_loop_are_not_warned(caplog: pytest.LogCaptureFixture) -> None:
+    job = Loaders(2)
+    for rank in (0, 1):
+        job.ask(rank, A, 20)
+    for rank in (0, 1):
+        job.end(rank, A, 1 + rank, early=True)
+        job.ask(rank, A, 20, epoch=1)
+    for rank in (0, 1):
+        job.ask(rank, A, 20, 10, epoch=1)
+        job.end(rank, A, 10, epoch=1)
+    assert "DataLoader" not in caplog.text
+
+
 def size(job: Job) -> int:
     return len(repr(state_of(job.state)))
 
