@@ -83,6 +83,10 @@ def shard(
     ahead, as a prefetcher to the GPU does (not with `microbatches`): that is seen from the second batch before the
     first gradient.
 
+    Ranks may have different numbers of iterations, by one in `sync` without `drop_last`, by more in relaxed modes and
+    where nothing is trained. So call collectives of the program behind the loop, not in every iteration: a rank that
+    has no more waits for the others at the end of the loop.
+
     Args:
         data: A map-style data set, a DataLoader, or either of an `IterableDataset`.
         batch_size: Samples per batch and rank; required for a data set without batch sampler.
