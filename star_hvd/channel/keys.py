@@ -7,6 +7,8 @@ this job (a wrong key, none, or another protocol) fail in ZeroMQ's handshake and
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import secrets
 import shutil
@@ -64,8 +66,9 @@ def own_address(*, single_host: bool) -> str:
     and Debian's `/etc/hosts` maps the host name to 127.0.1.1, where other hosts would reach themselves.
 
     Raises:
-        StarError: `STAR_HOST` is another host's, the interface has no IPv4 address, or no address can be chosen. It is
-            no `ChannelError`: an elastic job would take it for a lost rank and try again with the same settings.
+        StarError: `STAR_HOST` is another host's or an IPv6 address, the interface has no IPv4 address, or no address
+            can be chosen. It is no `ChannelError`: an elastic job would take it for a lost rank and try again with the
+            same settings.
     """
     if chosen := env.host():
         return _checked(chosen)
@@ -86,9 +89,15 @@ def own_address(*, single_host: bool) -> str:
 
 def _checked(chosen: str) -> str:
     """Return `STAR_HOST`, which reaches every host if it is set at the launcher, if it is an address of this host."""
-    known = {str(each.address) for found in psutil.net_if_addrs().values() for each in found}
+    addresses = [each for found in psutil.net_if_addrs().values() for each in found]
+    known = {str(each.address) for each in addresses if each.family == socket.AF_INET}
     if chosen in known or _is_loopback(chosen):  # Every address in 127/8 is this host, whatever is listed.
         return chosen
+    if _is_ipv6(chosen):
+        raise StarError(
+            f"STAR_HOST is {chosen}, an IPv6 address; STAR's channel uses IPv4: give this host's IPv4 address, one of "
+            f"{sorted(known) or 'none'}"
+        )
     raise StarError(
         f"STAR_HOST is {chosen}, which is no address of host {socket.gethostname()}; set it per host, not for all, or "
         f"STAR_INTERFACE to one of {sorted(psutil.net_if_addrs())}"
@@ -105,6 +114,12 @@ def _named_address() -> str | None:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.")
+
+
+def _is_ipv6(text: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(text.strip("[]")).version == 6
+    return False
 
 
 def _routed_address() -> str | None:
@@ -129,7 +144,7 @@ def _only_address(named: str | None) -> str:
         raise StarError(
             f"the name of this host, {socket.gethostname()!r}, has {has}, and its interfaces have "
             f"{found or 'no other address'}; set STAR_INTERFACE to one of {sorted(psutil.net_if_addrs())} or STAR_HOST "
-            "to this host's address"
+            "to this host's IPv4 address; STAR's channel does not use IPv6"
         )
     return found[0]
 

@@ -117,6 +117,23 @@ def test_an_address_set_for_the_host_has_to_be_its_own(monkeypatch: pytest.Monke
         own_address(single_host=False)
 
 
+@pytest.mark.parametrize("address", ["fe80::1", "fe80::1%eth0", "[2001:db8::7]", "::1"])
+def test_an_ipv6_address_is_refused_with_what_to_give_instead(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    Host(monkeypatch, LO | {"eth0": ["10.1.2.3"]}, routed=None, named="")
+    psutil.net_if_addrs()["eth0"].append(SimpleNamespace(family=socket.AF_INET6, address=address.strip("[]")))
+    monkeypatch.setenv("STAR_HOST", address)
+    with pytest.raises(StarError, match=r"an IPv6 address; STAR's channel uses IPv4: give .* one of .*'10\.1\.2\.3'"):
+        own_address(single_host=False)
+
+
+def test_a_hardware_address_is_no_address_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    Host(monkeypatch, LO, routed=None, named="")
+    psutil.net_if_addrs()["lo"].append(SimpleNamespace(family=socket.AF_PACKET, address="02:00:00:00:00:01"))
+    monkeypatch.setenv("STAR_HOST", "02:00:00:00:00:01")
+    with pytest.raises(StarError, match="which is no address of host"):
+        own_address(single_host=False)
+
+
 class Host:
     """A host whose name has a loopback address, as Debian's installer leaves it; addresses by interface."""
 
@@ -173,7 +190,7 @@ def test_a_host_without_one_address_for_others_asks_for_it(
     monkeypatch: pytest.MonkeyPatch, addresses: dict[str, list[str]]
 ) -> None:
     Host(monkeypatch, LO | addresses, routed=None, named="127.0.1.1")
-    with pytest.raises(StarError, match="loopback address 127.0.1.1, .* set STAR_INTERFACE to one of .* STAR_HOST"):
+    with pytest.raises(StarError, match="loopback address 127.0.1.1, .* set STAR_INTERFACE to .* STAR_HOST to .* IPv4"):
         own_address(single_host=False)
 
 
