@@ -5,10 +5,12 @@ long is sent below the link's rate, as are the parameters sent back (`scheduler.
 members, whose negotiation crosses that link in every step, would wait behind it. The parent answers the last message
 with the first step whose parameters will contain the gradient.
 
-After a broken connection the whole push is resent, as its next attempt. The parent remembers the last push of every
-link and repeats its answer without accepting the push twice. A child has two links at once if its former mode ended in
-the middle of a push: this push goes on while the next mode sends on its own link. (This is not a `Stream`: the training
-thread cannot acknowledge while it computes, and one request at a time needs no more than this.)
+After a broken connection the whole push is resent over a new socket, as its next attempt: on the old one it would wait
+behind the rest of the attempt before, of which the parent has no use. A push that takes longer than any connection
+lasts is thus never complete. The parent remembers the last push of every link and repeats its answer without accepting
+the push twice. A child has two links at once if its former mode ended in the middle of a push: this push goes on while
+the next mode sends on its own link. (This is not a `Stream`: the training thread cannot acknowledge while it computes,
+and one request at a time needs no more than this.)
 """
 
 from __future__ import annotations
@@ -103,11 +105,15 @@ class ParentLink:
         self._chunk_bytes = chunk_bytes
         self._pace_bytes_per_s = pace_bytes_per_s
         self._deadline_s = deadline_s
-        self._caller = Caller(keyring.client(parent, b"", port=keyring.peers[parent].tensor_port))
+        self._keyring = keyring
+        self._caller = self._connect()
         self._link = secrets.randbits(64)
         self._pushes = 0
         self._up = pacing.Pace(link_bytes_per_s) if paced and not pace_bytes_per_s else None
         self._down = PacedReplies(pacing.Pace(link_bytes_per_s)) if paced else None
+
+    def _connect(self) -> Caller:
+        return Caller(self._keyring.client(self.parent, b"", port=self._keyring.peers[self.parent].tensor_port))
 
     def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
         """Send one gradient, one flat buffer per bucket. Return the first version that will contain it.
@@ -126,8 +132,7 @@ class ParentLink:
         attempt = 0
         while True:
             sent_s = time.monotonic()
-            self._send(body, version, attempt, pace)
-            contained = self._answer(limit_s)
+            contained = self._answer(limit_s) if self._send(body, version, attempt, pace) else None
             if contained is not None:
                 now_s = time.monotonic()
                 if up is not None:
@@ -137,9 +142,13 @@ class ParentLink:
                 if self._packer is not None and not measures:  # The time of a measuring push is not comparable.
                     self._packer.took(now_s - began_s)
                 return contained
+            self._check_limit(limit_s)
+            self._caller.close()  # With what it has queued of this attempt.
+            self._caller = self._connect()
             attempt += 1
 
-    def _send(self, body: bytes, version: int, attempt: int, pace: float) -> None:
+    def _send(self, body: bytes, version: int, attempt: int, pace: float) -> bool:
+        """Send a push. Return whether its connection held: if not, the parent has no use for the rest."""
         size = pacing.chunk_bytes(pace, self._chunk_bytes)
         due_s = time.monotonic()
         for offset in range(0, max(1, len(body)), size):
@@ -150,15 +159,14 @@ class ParentLink:
             if pace:
                 due_s = next_due_s(due_s, len(part), pace)
                 time.sleep(max(0.0, due_s - time.monotonic()))
+            if self._caller.reopened():
+                return False
+        return True
 
     def _answer(self, limit_s: float) -> int | None:
         """Return the answer to the last push, None if its connection broke."""
         while True:
-            if time.monotonic() >= limit_s:
-                raise DeadlineError(
-                    f"rank {self.parent} did not accept a late gradient within {self._deadline_s:g} s; see its log, or "
-                    "raise Config.step_deadline_s"
-                )
+            self._check_limit(limit_s)
             frames = self._caller.wait(min(limit_s, time.monotonic() + LOOK_S))
             if frames is None:
                 if self._caller.reopened():
@@ -168,6 +176,13 @@ class ParentLink:
                 magic, push, contained = _ACK.unpack(frames[0])
                 if magic == _MAGIC and push == self._pushes:
                     return int(contained)
+
+    def _check_limit(self, limit_s: float) -> None:
+        if time.monotonic() >= limit_s:
+            raise DeadlineError(
+                f"rank {self.parent} did not accept a late gradient within {self._deadline_s:g} s; see its log, or "
+                "raise Config.step_deadline_s"
+            )
 
     def state(self, min_step: int, *, state_too: bool, awaited: bool = False) -> Snapshot | None:
         """Get parameters of step `min_step` or later, None if the parent has none now; requests them once.

@@ -156,6 +156,10 @@ class Proxy:
             self._plan = self._cut_at_byte = None
             return planned
 
+    def delay(self, delay_s: float) -> None:
+        """Delay all data from now on, which also limits the rate: at most 1 MiB waits in each direction."""
+        self._delay_s = delay_s
+
     def stall(self) -> None:
         """Keep the present connections open but forward nothing more (half open). New connections still work."""
         with self._lock:

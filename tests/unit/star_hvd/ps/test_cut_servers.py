@@ -18,7 +18,7 @@ import zmq
 from scheduler.plan.plan import Plan
 from star_hvd.channel import options
 from star_hvd.channel.keys import Keyring, Peer
-from star_hvd.channel.late_push import LatePushes, ParentLink
+from star_hvd.channel.late_push import PUSH_HEADER, LatePushes, ParentLink
 from star_hvd.channel.late_sender import LateSender
 from star_hvd.channel.state_transfer import TensorServer, fetch
 from star_hvd.engine.records import Snapshot
@@ -381,9 +381,15 @@ class Parent:
         self.client_ring.admit(peers)
         self.taken: list[tuple[int, int, int, bytes]] = []
         self.snapshot = Snapshot(3, [torch.arange(3000.0)], [{"n": 1}])
-        pushes = LatePushes(self._accept)
-        self.server = TensorServer(router, lambda engine, state_too, least: self.snapshot, 1024, pushes.take)
+        self.parts: list[tuple[int, int, int]] = []  # Attempt, first byte, and the first behind it.
+        self._pushes = LatePushes(self._accept)
+        self.server = TensorServer(router, lambda engine, state_too, least: self.snapshot, 1024, self._take)
         self.server.start()
+
+    def _take(self, frames: list[bytes]) -> bytes | None:
+        *_, attempt, _, offset, _ = PUSH_HEADER.unpack(frames[0])
+        self.parts.append((attempt, offset, offset + len(frames[1])))
+        return self._pushes.take(frames)
 
     def _accept(self, optimizer_id: int, rank: int, version: int, body: bytearray) -> int:
         self.taken.append((optimizer_id, rank, version, bytes(body)))
@@ -457,6 +463,31 @@ def test_sums_of_late_gradients_are_taken_once(parent: Parent, way: int) -> None
     assert torch.stack(bodies).sum(0).tolist() == [1.0] * count + [float(count)]
     assert sum(each.count for each in sent) == count and len(sent) == len(parent.taken) < count
     assert parent.proxy.cuts > 0
+
+
+@pytest.mark.parametrize("pace_bytes_per_s", [0.0, 40_000.0], ids=["at once", "paced"])
+def test_the_rest_of_a_push_whose_connection_broke_is_not_sent(parent: Parent, pace_bytes_per_s: float) -> None:
+    """It would take as long as the next attempt, which would wait behind it and break with the next connection."""
+    parent.proxy.delay(0.05)  # At most 1 MiB each: what is left on the old socket needs seconds.
+    gradient = torch.arange(20_000.0 if pace_bytes_per_s else 16_000_000.0)
+    size_bytes = 4 * len(gradient)
+    link = ParentLink(
+        parent.client_ring, 0, 1, 0, chunk_bytes=1 << 16, pace_bytes_per_s=pace_bytes_per_s, deadline_s=DEADLINE_S
+    )
+
+    def cut() -> None:
+        assert within(lambda: len(parent.parts) > 2)
+        parent.proxy.cut()
+
+    cutter = threading.Thread(target=cut)
+    cutter.start()
+    assert link.push([gradient], 1) == 2
+    cutter.join()
+    link.close()
+    assert parent.proxy.cuts == 1 and parent.taken == [(0, 1, 1, gradient.numpy().tobytes())]
+    assert {attempt for attempt, *_ in parent.parts} == {0, 1}
+    assert max(stop for attempt, _, stop in parent.parts if attempt == 0) < size_bytes
+    assert parent.server.malformed == 0
 
 
 @pytest.mark.parametrize("way", [TO_SERVER, TO_CLIENT])
