@@ -29,7 +29,7 @@ logger = logging.getLogger("star_hvd")
 
 _STALE_S = 10.0  # An older entry belongs to a process that is stopped, or that ended unseen in another namespace.
 _MAX_BYTES = 4096
-_CLOCK_S = 2.0  # Two readings of a process's start time may differ by this much.
+_CLOCK_S = 2.0  # Two readings of a process's start since the epoch may differ by this much.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +41,8 @@ class Entry:
         rank: Its rank.
         pid: Its process id.
         started_s: Start of that process, seconds since the epoch, since process ids are reused.
+        started_ticks: The same in clock ticks since the machine's start, which do not move with the system's clock; 0
+            if unknown, as without `/proc` and in entries of earlier versions.
         space: Its PID namespace; in another namespace its process id is meaningless.
         cpus: Processors it may run on.
         cores: Processors it uses.
@@ -59,6 +61,7 @@ class Entry:
     step_s: float
     slack_s: float
     written_s: float
+    started_ticks: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +119,7 @@ class Registry:
         self._folder = registry_folder() if folder is None else folder
         self.file_name = f"{os.getpid()}-{_space()}.json"
         self._started_s = psutil.Process().create_time()
+        self._started_ticks = _start_ticks(os.getpid())
         self._counted: set[tuple[str, int]] = set()
         self._usable = self._open()
 
@@ -127,7 +131,7 @@ class Registry:
         numbers = dict(zip(("cores", "step_s", "slack_s"), values, strict=True))
         entry = Entry(
             job=self._job, rank=self._rank, pid=os.getpid(), started_s=self._started_s, space=_space(),
-            cpus=tuple(sorted(cpus)), written_s=time.time(), **numbers,
+            cpus=tuple(sorted(cpus)), written_s=time.time(), started_ticks=self._started_ticks, **numbers,
         )
         part = self._folder / f"{self.file_name}.part"
         try:
@@ -199,11 +203,30 @@ class Registry:
 def _alive(entry: Entry) -> bool:
     try:
         process = psutil.Process(entry.pid)
-        return process.status() != psutil.STATUS_ZOMBIE and abs(process.create_time() - entry.started_s) < _CLOCK_S
+        return process.status() != psutil.STATUS_ZOMBIE and _is_same(entry, process)
     except psutil.NoSuchProcess:
         return False
     except psutil.AccessDenied:
         return True
+
+
+def _is_same(entry: Entry, process: psutil.Process) -> bool:
+    """Whether a process of the entry's number started when the entry's did.
+
+    `create_time` counts from the epoch and is computed from the present clock: it moves when the clock is set.
+    """
+    ticks = _start_ticks(entry.pid)
+    if ticks and entry.started_ticks:
+        return ticks == entry.started_ticks
+    return bool(abs(process.create_time() - entry.started_s) < _CLOCK_S)
+
+
+def _start_ticks(pid: int) -> int:
+    """Return the start of a process in clock ticks since the machine's start, 0 if unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        stat_line = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        return int(stat_line.rpartition(")")[2].split()[19])  # Field 22; the second, a name, may hold spaces.
+    return 0
 
 
 def _space() -> int:
@@ -225,8 +248,9 @@ def _entry(values: Any) -> Entry:
         rank=int(values["rank"]), pid=int(values["pid"]), space=int(values["space"]),
         started_s=float(values["started_s"]), written_s=float(values["written_s"]), cores=float(values["cores"]),
         step_s=float(values["step_s"]), slack_s=float(values["slack_s"]),
+        started_ticks=int(values.get("started_ticks", 0)),
     )
-    numbers = (entry.started_s, entry.cores, entry.step_s, entry.slack_s, entry.written_s)
+    numbers = (entry.started_s, entry.started_ticks, entry.cores, entry.step_s, entry.slack_s, entry.written_s)
     if entry.pid < 1 or entry.rank < 0 or not all(0.0 <= value < math.inf for value in numbers):
         raise ValueError(f"an entry has the numbers {numbers}, process {entry.pid} and rank {entry.rank}")
     return entry

@@ -91,6 +91,46 @@ def test_entries_of_ended_processes_are_removed(tmp_path: Path) -> None:
     assert not ended.exists() and not reused.exists() and alive.exists() and registry.dropped == 0
 
 
+def write_entry(registry: Registry) -> None:
+    registry.write(cpus={0}, cores=1.0, step_s=0.1, slack_s=0.0)
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
+    """The system's clock is set: times since the epoch move, also those of a process's start."""
+    present_s, start_s = time.time, psutil.Process.create_time
+    monkeypatch.setattr(time, "time", lambda: present_s() + ahead_s)
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: start_s(process) + ahead_s)
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 60.0])
+def test_a_clock_that_is_set_ends_no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ahead_s: float) -> None:
+    before, later = Registry("a", 0, tmp_path / "jobs"), Registry("b", 0, tmp_path / "jobs")
+    write_entry(before)
+    set_clock(monkeypatch, ahead_s)
+    assert later.others() == [] and (tmp_path / "jobs" / before.file_name).exists(), "old, but not that of a dead one"
+    write_entry(before)
+    assert [one.job for one in later.others()] == ["a"]
+
+
+def test_a_process_number_used_again_is_told_by_ticks_whatever_the_clock_says(tmp_path: Path) -> None:
+    registry = Registry("a", 0, tmp_path / "jobs")
+    write_entry(registry)
+    ticks = json.loads((tmp_path / "jobs" / registry.file_name).read_text())["started_ticks"]
+    since_boot_s = psutil.Process().create_time() - psutil.boot_time()
+    assert ticks / os.sysconf("SC_CLK_TCK") == pytest.approx(since_boot_s, abs=2.0)
+    reused = put(tmp_path / "jobs", "1.json", running(started_ticks=ticks + 500))
+    alive = put(tmp_path / "jobs", "2.json", running(started_ticks=ticks))
+    assert len(registry.others()) == 1 and not reused.exists() and alive.exists()
+
+
+def test_an_entry_of_a_version_without_ticks_is_judged_by_its_start_since_the_epoch(tmp_path: Path) -> None:
+    registry = Registry("a", 0, tmp_path / "jobs")
+    earlier = {name: value for name, value in running().items() if name != "started_ticks"}
+    alive = put(tmp_path / "jobs", "1.json", earlier)
+    reused = put(tmp_path / "jobs", "2.json", {**earlier, "started_s": psutil.Process().create_time() - 3600.0})
+    assert len(registry.others()) == 1 and alive.exists() and not reused.exists() and registry.dropped == 0
+
+
 def test_entries_of_another_container_are_believed_while_they_are_fresh(tmp_path: Path) -> None:
     registry = Registry("a", 0, tmp_path / "jobs")
     fresh = put(tmp_path / "jobs", "1.json", running(pid=2**22 - 1, space=7))
@@ -122,7 +162,7 @@ def test_any_change_of_a_file_gives_an_entry_or_a_counted_drop(values: dict[str,
         found = registry.others()
     for one in found:
         assert all(math.isfinite(value) for value in (one.cores, one.step_s, one.slack_s, one.written_s))
-    of_another_process = values.keys() & {"job", "pid", "started_s", "space", "written_s"}
+    of_another_process = values.keys() & {"job", "pid", "started_s", "started_ticks", "space", "written_s"}
     assert len(found) + registry.dropped == 1 or of_another_process
 
 
