@@ -5,12 +5,22 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-__all__ = ["Config"]
+__all__ = ["OWN_SETTINGS", "Config"]
+
+OWN_SETTINGS = frozenset(
+    {"bucket_bytes", "damping", "max_staleness", "noise_interval_steps", "replay_queue", "replica_mismatch"}
+)
+"""What each optimizer takes from its own `Config`; the rest is the whole job's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """Settings of `star_hvd.DistributedOptimizer`; every rank must use the same.
+    """Settings of `star_hvd.DistributedOptimizer`, `shard` and `work`; every rank must use the same.
+
+    `bucket_bytes`, `damping`, `max_staleness`, `noise_interval_steps`, `replay_queue` and `replica_mismatch` are each
+    optimizer's own. All others are the whole job's: the first loader, `work` or optimizer of the job sets them, by its
+    `config` or with the defaults, and a later `config` that differs in them is named in a warning. So give the same
+    `config` to all of them.
 
     Deadlines have to be finite and more than 0, which does not mean "unlimited". A rank is heard once in `heartbeat_s`,
     so `absent_after_s` and `lost_after_s` have to be at least 3 times as long.

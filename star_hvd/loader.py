@@ -97,7 +97,8 @@ def shard(
         drop_last: Whether to leave out a short last batch of the epoch. Where all ranks make every step together, a
             last step that is not whole is left out, as with Horovod: some ranks would have a batch more than others.
         collate_fn: Makes a batch from a list of samples; torch's default if omitted.
-        config: Settings, if no optimizer has been created yet.
+        config: Settings of the job, if no optimizer, loader or `work` has come before; give an optimizer that follows
+            the same ones. See `Config`.
         batches: For an `IterableDataset`: batches per epoch, over all ranks.
         microbatches: Number of micro-batches into which each batch is split. Each iteration of the loop yields one;
             `optimizer.step()` accumulates gradients and makes a step at the last micro-batch of each batch
@@ -676,8 +677,9 @@ def weigh(count: float) -> None:
 
     A gradient is multiplied by its weight, `count / Config.reference_samples`, before it is reduced, and weights are
     added up. With float16 (Horovod's fp16 compressor, or a model of that type) both must stay below 65504: set
-    `Config(reference_samples=...)` to a usual `count` of one batch, which makes weights about 1, instead of leaving it
-    at the loader's batch size. It changes no result otherwise. `Compression.auto` scales both itself.
+    `Config(reference_samples=...)` of `shard` and of the optimizer to a usual `count` of one batch, which makes weights
+    about 1, instead of leaving it at the loader's batch size. It changes no result otherwise. `Compression.auto` scales
+    both itself.
 
     For a loss that is a sum over the batch (`reduction="sum"`), `hvd.weigh(1)` for every batch makes the gradient of a
     step the mean of the ranks' sums, as in Horovod, also where batches differ in size, as in `sync(balanced)`; without
@@ -706,7 +708,8 @@ def work(total: int, chunk: int, *, config: Config | None = None) -> Iterator[Sp
     Args:
         total: How many numbers, equal on all ranks.
         chunk: Numbers in a range; the last range may be shorter.
-        config: Settings, if no optimizer has been created yet.
+        config: Settings of the job, if no optimizer, loader or `work` has come before; give an optimizer that follows
+            the same ones. See `Config`.
 
     The gradients of all batches count alike, whatever the sizes of their ranges; `hvd.weigh` changes that.
 

@@ -76,8 +76,8 @@ def DistributedOptimizer(
         mode: `auto` (the coordinator decides from measurements), `sync`, `partial(m)` (a step waits for m ranks),
             `subgroup(0,1,2)`, `grouped(G)`, `local(H)`, `ps(x)` and others described in `parse_mode`, or a `Plan`.
             The environment variable `STAR_MODE` takes precedence.
-        config: Tuning values, equal on all ranks. The first optimizer or loader of the job sets those of the channel
-            and the coordinator.
+        config: Tuning values, equal on all ranks. Most are the whole job's and are set by its first optimizer or
+            loader, so give a loader that comes first the same; `Config` lists those that are each optimizer's own.
         max_grad_norm: Norm to which the averaged gradient is clipped. Use it instead of clipping by hand, which a rank
             that catches up could not repeat.
         accuracy: What `auto` may choose: `bounded` allows all modes, `exact` only `sync`, `sync(balanced)` and

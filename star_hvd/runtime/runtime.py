@@ -53,7 +53,7 @@ from star_hvd.channel.messages.switch import (
     WarmServers,
 )
 from star_hvd.channel.state_transfer import OtherRanks, TensorServer
-from star_hvd.config import Config
+from star_hvd.config import OWN_SETTINGS, Config
 from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
@@ -94,6 +94,10 @@ def current() -> Runtime | None:
 def ensure(config: Config | None = None) -> Runtime:
     """Return the running runtime; start one if there is none. Collective: all ranks call it at the same point.
 
+    Args:
+        config: Settings of a runtime that starts here. If one runs, its settings stay, and those that differ are named
+            in a warning.
+
     Raises:
         StarError: Horovod is not initialized.
     """
@@ -107,6 +111,8 @@ def ensure(config: Config | None = None) -> Runtime:
         except BaseException:  # Another rank was lost while the ranks met: leave nothing half initialized.
             on_reset()
             raise
+    elif config is not None:
+        _current.warn_of_other(config)
     return _current
 
 
@@ -168,6 +174,13 @@ _FOR_CLIENT = (
 )  # fmt: skip
 
 
+def _with_environment(config: Config) -> Config:
+    """Return the settings with those that the environment sets instead."""
+    chosen = {"policy": env.policy(), "least_quorum": env.least_quorum(), "encryption": env.encryption()}
+    changes: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    return dataclasses.replace(config, **changes)
+
+
 class Runtime:
     """See the module's text.
 
@@ -177,9 +190,7 @@ class Runtime:
 
     def __init__(self, config: Config) -> None:
         # Read here, on every rank: an invalid name must end the job, not only rank 0's coordinator.
-        chosen = {"policy": env.policy(), "least_quorum": env.least_quorum(), "encryption": env.encryption()}
-        changes: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-        self.config = dataclasses.replace(config, **changes)
+        self.config = _with_environment(config)
         self.rank = int(mpi_ops.rank())
         self.world_size = int(mpi_ops.size())
         self.keyring = Keyring()
@@ -217,9 +228,27 @@ class Runtime:
         self._bye = threading.Event()
         self._lost: list[int] = []
         self._next_optimizer_id = 0
-        self._stopped = False
+        self._stopped = self._warned_of_config = False
         self._pid = os.getpid()
         self._unwatch_threads = threads.on_death(self._thread_died)
+
+    def warn_of_other(self, config: Config) -> None:
+        """Warn, once, of settings in a later `Config` that have no effect, since the runtime has started without them.
+
+        Args:
+            config: What was given to a loader or an optimizer that is not the first one of the job.
+        """
+        wanted = _with_environment(config)
+        names = (item.name for item in dataclasses.fields(Config) if item.name not in OWN_SETTINGS)
+        ignored = [name for name in names if getattr(wanted, name) != getattr(self.config, name)]
+        if not ignored or self._warned_of_config or self.rank != 0:
+            return
+        self._warned_of_config = True
+        logger.warning(
+            "Config(%s) has no effect: these settings are the whole job's and are those of the first hvd.shard, "
+            "hvd.work or DistributedOptimizer. Give the same config= to each of them",
+            ", ".join(f"{name}={getattr(wanted, name)!r}" for name in ignored),
+        )
 
     def start(self) -> None:
         """Exchange addresses and keys over Horovod and start the threads. Collective."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -110,6 +111,64 @@ def test_a_shutdown_within_the_handling_of_an_error_waits_for_a_minute_at_most(
     within = isinstance(error, ValueError)
     assert closed == ["FAILED" if within and not all_end else "FINISHED"]
     assert waited_s == [60.0 if within else leaving.config.shutdown_deadline_s]
+
+
+# ---- settings that come late ----------------------------------------------------------------------------------------
+
+
+class Begun(Runtime):
+    """A runtime that meets no other ranks."""
+
+    def start(self) -> None:
+        pass
+
+    def stop(self, drain: bool = True, longest_s: float | None = None) -> None:
+        self._unwatch_threads()
+        self.keyring.close()
+
+
+@pytest.fixture
+def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Sets the rank of this process, one of two."""
+    monkeypatch.setattr(runtime, "Runtime", Begun)
+    for name, value in (("is_initialized", True), ("size", 2), ("rank", 0)):
+        monkeypatch.setattr(runtime.mpi_ops, name, lambda value=value: value)
+    yield lambda number: monkeypatch.setattr(runtime.mpi_ops, "rank", lambda: number)
+    runtime.shutdown()
+
+
+@pytest.mark.parametrize("first", [None, Config(bucket_bytes=4096)])
+def test_settings_of_the_job_that_come_too_late_are_named_once(
+    first: Config | None, rank: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loader comes first, without them; the optimizer's `Config` would be ignored without a word."""
+    runtime.ensure(first)
+    late = Config(max_batch=64, policy="cost", bucket_bytes=2048, replica_mismatch="raise")
+    run = runtime.ensure(late)
+    runtime.ensure(late)
+    assert run.config.max_batch == 0
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith("Config(policy='cost', max_batch=64) has no effect") and "the same config=" in said
+
+
+@pytest.mark.parametrize("late", [
+    None, Config(max_batch=64), Config(max_batch=64, bucket_bytes=2048, damping="none", replica_mismatch="raise"),
+    Config(max_batch=64, policy="rule"),
+])  # fmt: skip
+def test_settings_that_are_the_jobs_or_an_optimizers_own_are_no_reason_to_warn(
+    late: Config | None, rank: Callable[[int], None], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAR_POLICY", "rule")
+    runtime.ensure(Config(max_batch=64))
+    runtime.ensure(late)
+    assert caplog.records == []
+
+
+def test_one_rank_speaks_for_all(rank: Callable[[int], None], caplog: pytest.LogCaptureFixture) -> None:
+    rank(1)
+    runtime.ensure()
+    runtime.ensure(Config(max_batch=64))
+    assert caplog.records == []
 
 
 # ---- the end of a thread ---------------------------------------------------------------------------------------------
