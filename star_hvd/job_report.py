@@ -190,9 +190,11 @@ def explain(optimizer: int | None = None) -> str:
     driver = run.drivers.get(max(run.drivers, default=-1) if optimizer is None else optimizer)
     if driver is None:
         return text
-    overlapped = driver.overlapped.describe() if driver.overlapped is not None else driver.no_overlap
-    asked = driver.overlapped is not None or bool(overlapped)
-    exposed = exposure(list(driver.timeline.latest), driver.engine.plan.label, comm_s, overlap_asked=asked)
+    overlapped = f"overlap is off: {driver.no_overlap}" if driver.asks_overlap and driver.no_overlap else ""
+    if driver.overlapped is not None:
+        overlapped = driver.overlapped.describe()
+    advise = not (driver.asks_overlap or driver.no_overlap)
+    exposed = exposure(list(driver.timeline.latest), driver.engine.plan.label, comm_s, advise_overlap=advise)
     return "; ".join(part for part in (text, exposed, overlapped, driver.engine.wire.explain()) if part)
 
 

@@ -89,7 +89,8 @@ class StepDriver:
         equal_batches: Why batches that differ between ranks are refused, empty if they are not.
         others: Returns whether the program has other optimizers on this rank.
         overlapped: Its overlapped steps, if it has any.
-        no_overlap: Says why it has none although they were asked for, else empty.
+        asks_overlap: Whether the program asks for them.
+        no_overlap: Why it cannot have any, whether or not they were asked for; empty if nothing is known against them.
         loaded: What the program has loaded into the parameters.
         loads_state: Whether the program loads or broadcasts this optimizer's state now.
         broadcasts: Whether it broadcasts parameters or a state now.
@@ -124,7 +125,7 @@ class StepDriver:
         self.whole_only: Callable[[], str] = lambda: ""
         self.hold_gradients: Callable[[], frozenset[torch.nn.Parameter]] = frozenset
         self.overlapped: Overlapped | None = None
-        self.no_overlap = ""
+        self.asks_overlap, self.no_overlap = False, ""
         self.on_stop: list[Callable[[], None]] = []
         self._loss = self._arrived_s = math.nan
         self._phase = Phase(config.grace_fraction)

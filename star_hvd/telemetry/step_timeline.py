@@ -245,7 +245,7 @@ def fold(
 _WORTH_HIDING = 0.03
 
 
-def exposure(samples: Sequence[StepSample], mode: str, comm_s: float, *, overlap_asked: bool = False) -> str:
+def exposure(samples: Sequence[StepSample], mode: str, comm_s: float, *, advise_overlap: bool = True) -> str:
     """Describe the exposed part of a step and what is done about it; empty without a sample of the mode.
 
     Args:
@@ -253,7 +253,7 @@ def exposure(samples: Sequence[StepSample], mode: str, comm_s: float, *, overlap
         mode: Label of the active plan.
         comm_s: If all ranks wait for each other, the time of a reduction for the last rank to arrive, else NaN: any
             longer wait of this rank is for slower ranks.
-        overlap_asked: Whether the program asks for overlap already.
+        advise_overlap: Whether overlap may be advised: not if the program asks for it already, or it is impossible.
     """
     same = [sample for sample in samples if sample.mode == mode]
     if not same:
@@ -262,18 +262,18 @@ def exposure(samples: Sequence[StepSample], mode: str, comm_s: float, *, overlap
     share = statistics.median(sample.share for sample in same)
     if math.isfinite(comm_s) and step_s > 0.0:
         share = min(share, comm_s / step_s)
-    done = _done(same[-1], share, overlap_asked=overlap_asked)
+    done = _done(same[-1], share, advise_overlap=advise_overlap)
     return f"{100.0 * share:.0f} % of a step of {1e3 * step_s:.3g} ms is exposed communication, {done}"
 
 
-def _done(sample: StepSample, share: float, *, overlap_asked: bool) -> str:
+def _done(sample: StepSample, share: float, *, advise_overlap: bool) -> str:
     if sample.means == "overlap":
         return "the rest goes on beside backward and the next forward pass (overlap)"
     if sample.means == "background":
         return "the rest goes on behind compute (background)"
     option = {"sync": "overlap='auto'", "local": "Config(background=True)", "ps": "Config(background=True)"}
     mode = sample.mode.partition("(")[0]
-    advice = "" if mode == "sync" and overlap_asked else option.get(mode, "")
+    advice = "" if mode == "sync" and not advise_overlap else option.get(mode, "")
     if share < _WORTH_HIDING or not advice:
         return "which is left as it is"
     return f"which {advice} may hide"

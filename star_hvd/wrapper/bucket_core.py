@@ -38,7 +38,7 @@ from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes
 from star_hvd.wrapper.ordered_collective import OrderedCollective
-from star_hvd.wrapper.overlap import Overlap, never
+from star_hvd.wrapper.overlap import Overlap, log_off, never
 from star_hvd.wrapper.program_writes import ProgramWrites
 from star_hvd.wrapper.same_parameters import equal_arithmetic, same_on_all_ranks
 from star_hvd.wrapper.sparse import SparseGradients
@@ -148,8 +148,11 @@ class BucketCore:
     ) -> None:
         self._exact = exact
         params = _trainable(inner.param_groups)
-        self._no_overlap = never(base, max_grad_norm, params) if overlap else None
-        self._overlap_asked = overlap if self._no_overlap is None else False
+        self._no_overlap = never(base, max_grad_norm, params)
+        if overlap and self._no_overlap is not None:
+            log_off(self._no_overlap)
+        self._asks_overlap = bool(overlap)
+        self._overlaps = overlap if self._no_overlap is None else False
         self._overlap: Overlap | None = None
         self.base = base
         self._inner = inner
@@ -236,7 +239,7 @@ class BucketCore:
         hyper = HyperRow(self._inner.param_groups)
         applier = Applier(self._inner, self.base, self.buckets, hyper, self._max_grad_norm, wrapped=self._wrapped)
         self._writes = ProgramWrites(applier)
-        collective = collective_of_all(driver, applier.streams, ordered=bool(self._overlap_asked))
+        collective = collective_of_all(driver, applier.streams, ordered=bool(self._overlaps))
         engine = self._new_engine(run, driver, initial, applier, collective)
         plan = self._plan
         if plan is not None and plan.world_size != run.world_size:
@@ -244,7 +247,7 @@ class BucketCore:
         with _beside_others(run):
             run.attach(driver, engine, initial, plan, exact=self._exact)
         if isinstance(collective, OrderedCollective):
-            deadline_s, auto = self._config.step_deadline_s, self._overlap_asked == "auto"
+            deadline_s, auto = self._config.step_deadline_s, self._overlaps == "auto"
             self._overlap = Overlap(driver, collective, deadline_s, auto=auto, watched=self._watched)
         self._pin_to_what_works(driver, plan)
         return driver
@@ -263,7 +266,7 @@ class BucketCore:
     def _connect(self, driver: StepDriver) -> None:
         """Give the driver its access to the buckets."""
         self._timeline = driver.timeline
-        driver.no_overlap = f"overlap is off: {self._no_overlap}" if self._no_overlap else ""
+        driver.asks_overlap, driver.no_overlap = self._asks_overlap, self._no_overlap or ""
         driver.gates = ForwardGates(lambda index: None)  # The code that closes a gate sets `wait`.
         driver.mid_step = self._mid_step
         driver.forget_parts, driver.forget_writes = self._accumulation.clear, self._forget_writes
@@ -315,7 +318,7 @@ class BucketCore:
 
     def _add(self, params: Sequence[torch.nn.Parameter]) -> None:
         size = sum(param.numel() * param.element_size() for param in params)
-        by_bucket = bool(self._overlap_asked) or self._config.background is True  # Each is waited for separately.
+        by_bucket = bool(self._overlaps) or self._config.background is True  # Each is waited for separately.
         limits = limits_of(size, self._config.bucket_bytes, by_bucket=by_bucket)
         buckets = pack(params, limits, fp16=self._fp16, first_index=len(self.buckets))
         self.buckets.extend(buckets)
@@ -622,6 +625,7 @@ class BucketCore:
 
     def _may_overlap(self, whole: str | None) -> bool:
         if self._overlap is None:
+            self.driver.no_overlap = self._no_overlap or whole or ""
             return False
         if self._sparse.any:
             whole = "sparse gradients are reduced by Horovod itself"

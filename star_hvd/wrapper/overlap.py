@@ -36,7 +36,7 @@ from star_hvd.wrapper.forward_gates import ForwardGates
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.program_writes import ProgramWrites
 
-__all__ = ["Overlap", "never"]
+__all__ = ["Overlap", "log_off", "never"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -49,7 +49,7 @@ _OFF = "overlap is off: %s"
 def never(
     base: type[torch.optim.Optimizer], max_grad_norm: float | None, params: Iterable[torch.nn.Parameter]
 ) -> str | None:
-    """Return why no step of an optimizer will overlap, None if steps may; the same on all ranks. Logs it.
+    """Return why no step of an optimizer can overlap, None if steps may; the same on all ranks.
 
     Args:
         base: The user's optimizer class.
@@ -65,9 +65,12 @@ def never(
         reason = f"torch is {torch.__version__}; overlapped steps need 2.4 or later"
     elif any(param.is_cuda for param in params):
         reason = _GPU
-    if reason is not None:
-        logger.warning(_OFF, reason)
     return reason
+
+
+def log_off(reason: str) -> None:
+    """Log why steps do not overlap although that was asked for."""
+    logger.warning(_OFF, reason)
 
 
 @dataclass(slots=True)
@@ -200,7 +203,7 @@ class Overlap:
         self._engine.own.no_overlap = reason is not None
         if reason is not None and reason not in self._reasons:
             self._reasons.add(reason)
-            logger.warning(_OFF, reason)
+            log_off(reason)
         return self._on and reason is None
 
     def _reason(self) -> str | None:

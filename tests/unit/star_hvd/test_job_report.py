@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from scheduler.records import Plan
 from star_hvd.job_report import explain, record_metric, report
 from star_hvd.runtime import job_log, runtime
+from star_hvd.telemetry.step_timeline import StepSample
 from tests.support.job_states import Job, runtime_of
 
 
@@ -50,6 +52,27 @@ def test_the_table_says_since_when_its_reason_holds(monkeypatch: pytest.MonkeyPa
     job.engine.active = plan
     job.engine.plans.append((5, plan))
     assert str(report()).startswith("step 207: partial(2) since step 5 (rank 2 is slow)")
+
+
+@pytest.mark.parametrize("asks, refused, said", [
+    (False, "", "which overlap='auto' may hide"),
+    (False, "parameters are on a GPU", "which is left as it is"),
+    (True, "parameters are on a GPU", "which is left as it is; overlap is off: parameters are on a GPU"),
+])  # fmt: skip
+def test_overlap_is_advised_where_it_is_not_refused(
+    asks: bool, refused: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Job(3)
+    job.register(None)
+    run = runtime_of(job.state)
+    sample = StepSample(0, "sync", "", 0.0, interval_s=0.4, steps=4, exposed_s=0.2)
+    engine = SimpleNamespace(plan=Plan.sync(3), wire=SimpleNamespace(explain=str))
+    run.drivers[0] = SimpleNamespace(
+        overlapped=None, asks_overlap=asks, no_overlap=refused, engine=engine,
+        timeline=SimpleNamespace(latest=[sample]),
+    )  # fmt: skip
+    monkeypatch.setattr(runtime, "current", lambda: run)
+    assert explain().endswith(f" is exposed communication, {said}")
 
 
 def test_who_does_not_know_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

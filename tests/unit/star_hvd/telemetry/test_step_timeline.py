@@ -295,8 +295,8 @@ def test_the_sentence(mode: str, means: str, exposed_s: float, comm_s: float, te
     assert exposure([sampled("partial(3)", "", 0.4), sampled(mode, means, exposed_s)], mode, comm_s) == text
 
 
-def test_no_advice_to_do_what_is_done() -> None:
-    text = exposure([sampled("sync", "", 0.2)], "sync", math.nan, overlap_asked=True)
+def test_no_advice_to_do_what_is_done_or_impossible() -> None:
+    text = exposure([sampled("sync", "", 0.2)], "sync", math.nan, advise_overlap=False)
     assert text == "50 % of a step of 100 ms is exposed communication, which is left as it is"
 
 

@@ -590,3 +590,35 @@ def test_a_hook_that_changes_parameters_behind_the_step_is_the_programs_own_chan
     assert bool(reasons) == (what == "clamps") and all("changes parameters" in reason for reason in reasons)
     hooks = rank.inner.__dict__["_optimizer_step_post_hooks"]
     assert len(hooks) == (what != "none"), "only the program's own stay"
+
+
+# ---- why no step can overlap -----------------------------------------------------------------------------------------
+
+
+class NotByParameter(torch.optim.SGD):
+    """A class of which nothing is known: its parameters may depend on each other."""
+
+
+def test_why_no_step_can_overlap_is_known_though_nobody_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`explain` advised such an optimizer to take overlap='auto', which then was refused."""
+    driver = Hooked(monkeypatch, lambda bucket: None, kind=NotByParameter).core.driver
+    assert driver.no_overlap.startswith("NotByParameter is not known to update") and not driver.asks_overlap
+    assert caplog.records == [], "it is no news to a program that did not ask"
+    driver = Hooked(monkeypatch, lambda bucket: None).core.driver
+    assert driver.no_overlap == "" and not driver.asks_overlap
+
+
+def test_why_the_last_step_could_not_have_overlapped_is_known_though_nobody_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Stepping(monkeypatch)
+    for whole in ("a GradScaler decides after the reduction whether to step", None):
+        rank.backward()
+        rank.core.synchronize(manual=False, whole=whole)
+        rank.apply()
+        assert rank.driver.no_overlap == (whole or "")
+    rank.backward()
+    rank.core.synchronize(manual=True)
+    assert rank.driver.no_overlap == bucket_core.BY_HAND
