@@ -96,8 +96,8 @@ def DistributedOptimizer(
 
     If a rank is late: in a relaxed mode the step closes without it, its gradient is folded into a later step with a
     weight of 1 / (1 + staleness), and its `step()` brings its parameters up to date. Adasum, sparse gradients,
-    `SyncBatchNorm`, a GradScaler, LBFGS, `groups`, and the user's process set or compressor run exactly as in Horovod,
-    in lockstep; this is logged once.
+    `SyncBatchNorm`, LBFGS, `groups`, and the user's process set or compressor run exactly as in Horovod, in lockstep;
+    with a GradScaler only the exact modes are possible. Either is logged once.
 
     Raises:
         ValueError: Parameters without names or with duplicate names, a number out of range, an unknown mode, m outside

@@ -262,7 +262,8 @@ class OptimizerState:
     def mode_unsupported(self, rank: int, message: ModeUnsupported, now_s: float) -> None:
         """Abandon a plan because a rank cannot run relaxed modes at all; return to `sync` if the plan is active."""
         if self.refused is None:
-            logger.warning("optimizer %d stays in sync: rank %d: %s", self.optimizer_id, rank, message.reason)
+            where = "sync" if message.equal_batches else "the exact modes"
+            logger.warning("optimizer %d stays in %s: rank %d: %s", self.optimizer_id, where, rank, message.reason)
         self.refused = message.reason
         self._refused_by = rank
         if message.equal_batches:

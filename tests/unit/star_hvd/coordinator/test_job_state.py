@@ -173,6 +173,15 @@ def test_a_rank_pinned_while_relaxed_brings_everybody_back_to_sync() -> None:
     assert only(job.say(2, m.ModeUnsupported(0, 2, "again")), m.PlanMessage) == []
 
 
+@pytest.mark.parametrize("equal_batches, where", [(False, "the exact modes"), (True, "sync")])
+def test_the_log_says_what_remains_possible(equal_batches: bool, where: str, caplog: pytest.LogCaptureFixture) -> None:
+    """With a GradScaler `sync(balanced)` stays; with what reduces inside the network only equal batches do."""
+    job = Job()
+    job.register(None)
+    job.say(2, m.ModeUnsupported(0, 0, "the reason", equal_batches))
+    assert [record.getMessage() for record in caplog.records] == [f"optimizer 0 stays in {where}: rank 2: the reason"]
+
+
 def test_a_step_is_closed_and_ordered_once() -> None:
     job = relaxed_job()
     job.tick()
