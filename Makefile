@@ -40,7 +40,7 @@ help:
 	@echo "make demo    training with a slow worker, Horovod against STAR, on this machine"
 	@echo "make test    lint, types, and all tests (TEST_EFFORT=10: ten times as many random cases)"
 	@echo "make test-quick  lint, types, and the unit tests that take no time, with fewer random cases"
-	@echo "make stress  random switches among all modes, ranks with moods; until one job fails"
+	@echo "make stress  random switches among all modes, ranks with moods; SEEDS=20 jobs, or until one fails"
 	@echo "make nemesis  jobs whose processes are stopped and killed and whose connections break; as root"
 	@echo "make fuzz    damaged input for every decoder and state machine (INPUTS=1000000 SEED=1)"
 	@echo "make lock    resolve anew: requirements.lock, every archive with its hash"

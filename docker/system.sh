@@ -42,5 +42,5 @@ apt-get update -q
 apt-get install -q -y --no-install-recommends $packages
 rm -rf /var/lib/apt/lists/*
 # Installing sshd makes host keys. In an image they would be shared by everyone who
-# has it; the entry point makes fresh ones.
+# has it; the entry point installs the job's own, from STAR_SSH_KEYS.
 rm -f /etc/ssh/ssh_host_*

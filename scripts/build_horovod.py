@@ -14,6 +14,10 @@ error, since Horovod's build would silently omit GPU support (STAR_CPU_ONLY=1 as
 for that). HOROVOD_GPU_OPERATIONS=NCCL links the NCCL that torch itself loads;
 without it GPU tensors are reduced on the host.
 
+STAR_BUILD_JOBS is the number of files compiled at a time (default: one per core; fewer
+where memory is short). STAR_CACHE_DIR is the folder of wheels and logs, as --cache-dir
+(default: ~/.cache/star-hvd).
+
 Exit codes: 0 installed; 1 a step failed; 2 something must be installed first.
 """
 

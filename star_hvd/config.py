@@ -32,9 +32,11 @@ class Config:
             of `shard`'s first batch. Only float16 needs another value, see `hvd.weigh`.
         policy: The policy of mode `auto`: `learned` (a trained predictor of time to accuracy, or the cost model where
             no predictor fits), `cost` (the cost model alone) or `rule` (thresholds).
-        background: Whether the averaging of `local` overlaps with compute, and parameters from servers arrive during
-            the next forward pass. With None, `auto` uses it where it predicts shorter steps, and a mode named by the
-            user only with its argument `background`. Pushes to servers start within backward unless it is False.
+        background: Whether the averaging of `local` overlaps with compute, parameters from servers arrive during the
+            next forward pass, and a rank outside a `subgroup` sends its gradients behind compute and does not wait for
+            its parent. With None, `auto` uses it where it predicts shorter steps, never for `subgroup`, and a mode
+            named by the user only with its argument `background`. Pushes to servers start within backward unless it is
+            False.
         least_quorum: Smallest fraction of the ranks that `auto` may choose as a quorum.
         damping: `inverse` weighs a late gradient by 1 / (1 + staleness) (DynSGD); `none` by 1.
         max_staleness: Late gradients older than this many steps are dropped and counted.

@@ -87,12 +87,13 @@ def DistributedOptimizer(
             `STAR_ACCURACY` overrides this argument.
         overlap: Whether `step()` in mode `sync` returns while gradients are still being reduced. Each parameter is
             updated when its gradient has been reduced, and code that uses a parameter waits for that parameter only;
-            gradients are reduced in the order in which the forward pass needs them. Parameters are bit-identical to
-            those of `overlap=False`. Clear gradients with `optimizer.zero_grad()`, since reading `param.grad` waits.
-            Steps that need the whole gradient (`synchronize()` by hand, `max_grad_norm`, step hooks, LBFGS, a
-            GradScaler) do not overlap; this is logged once, and `hvd.explain()` says why. `overlap="auto"` tries it in
-            blocks of 16 steps and keeps it only if steps become at least 3 % shorter; `hvd.explain()` reports the
-            result. The environment variable `STAR_OVERLAP` overrides it.
+            gradients are reduced in the order in which the forward pass needs them. On two ranks parameters are
+            bit-identical to those of `overlap=False`; on more, the last bit of Horovod's sums depends on which tensors
+            it fuses. Clear gradients with `optimizer.zero_grad()`, since reading `param.grad` waits. Steps that need
+            the whole gradient (`synchronize()` by hand, `max_grad_norm`, step hooks, LBFGS, a GradScaler) do not
+            overlap; this is logged once, and `hvd.explain()` says why. `overlap="auto"` tries it in blocks of 16 steps
+            and keeps it only if steps become at least 3 % shorter; `hvd.explain()` reports the result. The environment
+            variable `STAR_OVERLAP` overrides it.
 
     If a rank is late: in a relaxed mode the step closes without it, its gradient is folded into a later step with a
     weight of 1 / (1 + staleness), and its `step()` brings its parameters up to date. Adasum, sparse gradients,
