@@ -38,6 +38,9 @@ class Agent:
         handler: Gets every message of the coordinator. It must not block.
         heartbeat_s: Interval of heartbeats.
         drain_s: Longest wait at the end for the coordinator to acknowledge the last messages.
+
+    Attributes:
+        coordinator_ended: Whether the coordinator has closed its end: it has ended, not merely fallen silent.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Agent:
         self.rank = rank
         self.malformed = 0
         self.last_heard_s = time.monotonic()
+        self.coordinator_ended = False
         self._connect = connect
         self._handler = handler
         self._heartbeat_s, self._drain_s = heartbeat_s, drain_s
@@ -144,5 +148,6 @@ class Agent:
                 self._handler(message)
             except Exception:
                 logger.exception("rank %d: the handler of a %s message failed", self.rank, message.kind)
+        self.coordinator_ended = dealer.stream.ended
         if dealer.stream.broken is not None and not dealer.stream.ended:
             raise ChannelError(dealer.stream.broken)

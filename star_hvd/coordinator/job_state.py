@@ -666,13 +666,12 @@ class JobState:
             self.lost.add(rank)
             # It may be frozen and come back, so it keeps its samples; Horovod ends or resets a job with a dead rank.
             logger.error("rank %d has sent no message for %.1f s and counts as lost", rank, now_s - seen_s)
-            self._end_job_if_over()
 
     def _end_job_if_over(self) -> None:
-        # Before any rank has finished, none waits for the end, and lost ranks may come back.
-        if not self._sent_bye and self.finished and self.finished | self.lost == set(range(self.world_size)):
+        # Lost ranks may come back and train on. Those that wait look themselves whether one has left (`Departures`).
+        if not self._sent_bye and len(self.finished) == self.world_size:
             self._sent_bye = True
-            self._broadcast(Bye(sorted(self.lost - self.finished)))
+            self._broadcast(Bye())
 
 
 _Handler = Callable[[JobState, int, Any, float], None]

@@ -226,7 +226,6 @@ class Runtime:
         self._had_dropped = self._had_mixed = False
         self._sources: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
         self._bye = threading.Event()
-        self._lost: list[int] = []
         self._next_optimizer_id = 0
         self._stopped = self._warned_of_config = False
         self._pid = os.getpid()
@@ -699,7 +698,11 @@ class Runtime:
             self._folder.close()
 
     def _drain(self, longest_s: float) -> bool:
-        """Wait until all ranks have finished; return whether they have."""
+        """Wait until all ranks have finished; return whether they have.
+
+        Raises:
+            RankLostError: A rank has left the job without finishing.
+        """
         self._meetings.finished()
         self.agent.send(messages.Finished(self.rank))
         limit_s = time.monotonic() + longest_s
@@ -713,11 +716,12 @@ class Runtime:
                     longest_s,
                 )
                 return False
-            if time.monotonic() - self.agent.last_heard_s > self.config.lost_after_s:
+            unheard = time.monotonic() - self.agent.last_heard_s > self.config.lost_after_s
+            if unheard and self.agent.coordinator_ended:
+                logger.error("rank %d leaves without waiting for the others: the coordinator has ended", self.rank)
                 return False
-        if self._lost:
-            logger.error("ranks %s were lost", self._lost)
-            return False
+            # A rank that is only silent may come back, and would fail if this one left: it shuts Horovod down.
+            self._raise_what_ends_waits()
         # Parameters and state read after `shutdown` are those of the last step, the same on every rank.
         self._meetings.meet("shutdown", self.config.control_deadline_s, out_of_data=True)
         self._fetch_states()
@@ -760,7 +764,6 @@ class Runtime:
                 self._departures.note(message.rank, message.present)
             self.services.on_message(message)
         elif isinstance(message, messages.Bye):
-            self._lost = message.lost
             self._bye.set()
 
     # ---- what other ranks ask for -----------------------------------------------------------------------------

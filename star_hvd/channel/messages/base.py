@@ -410,10 +410,9 @@ class StateSource(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class Bye(Message):
-    """All ranks have finished and may exit; the `lost` ranks did not report."""
+    """All ranks have finished and may exit."""
 
     kind: ClassVar[str] = "bye"
-    lost: list[int]
 
 
 def encode(message: Message) -> bytes:

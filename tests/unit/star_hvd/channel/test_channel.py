@@ -17,6 +17,7 @@ from star_hvd.channel.agent import Agent
 from star_hvd.channel.keys import Keyring, Peer
 from star_hvd.channel.link import Router
 from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages.switch import Presence
 from star_hvd.channel.reliable import CONTROL
 from star_hvd.channel.state_transfer import TensorServer, fetch
 from star_hvd.config import Config
@@ -110,7 +111,7 @@ def test_a_job_from_its_plan_to_its_end(ranks: Ranks) -> None:
     assert ranks.all_got(m.CloseStep)
     for agent in ranks.agents:
         agent.send(m.Finished(agent.rank))
-    assert ranks.all_got(m.Bye) and ranks.got(0, m.Bye) == [m.Bye([])]
+    assert ranks.all_got(m.Bye) and ranks.got(0, m.Bye) == [m.Bye()]
     for came in ranks.came:
         rounds = [message.step for message in came if isinstance(message, m.CloseStep)]
         assert rounds == [0, 1, 2], "an order is given once, to everybody, in order"
@@ -169,7 +170,7 @@ DAMAGED = [
     [b"\xc1"],
     [b"junk" * 1000],
     [m.encode(m.Hello(0))[:-1]],
-    [m.encode(m.Bye([]))],
+    [m.encode(m.Bye())],
     [m.encode(m.Arrive(0, 0, 0, StepTimes(-1.0), 0.0))],
     [m.encode(m.Hello(1)), b"one frame too many"],
     [b"\xc0" * (m.MAX_BYTES + 1)],
@@ -217,7 +218,7 @@ def test_an_agent_drops_what_it_cannot_read_or_act_on(caplog: pytest.LogCaptureF
         assert within(lambda: heard.extend(peer.receive()) or bool(heard))  # type: ignore[func-returns-value]
         assert [heard[0][0].bytes, heard[0][1]] == [b"1", m.encode(m.Hello(1))], "an agent introduces itself"
         with caplog.at_level(logging.WARNING, "star_hvd"):
-            for data in (b"", b"\xc1", m.encode(m.Bye([])), m.encode(m.ReportImmediately(True))):
+            for data in (b"", b"\xc1", m.encode(m.Bye()), m.encode(m.ReportImmediately(True))):
                 peer.send(b"1", [data])
             assert within(lambda: came == [m.ReportImmediately(True)])
         assert agent.malformed == 2 and "the handler of a bye message failed" in caplog.text
@@ -317,14 +318,17 @@ def test_the_coordinator_closes_a_lone_gradient_at_the_deadline() -> None:
         job.close()
 
 
-def test_a_silent_rank_is_named_and_the_others_may_leave(caplog: pytest.LogCaptureFixture) -> None:
-    job = Ranks(2, Config(heartbeat_s=0.05, lost_after_s=0.5))
+def test_a_silent_rank_is_named_and_the_others_look_whether_it_has_left(caplog: pytest.LogCaptureFixture) -> None:
+    job = Ranks(2, Config(heartbeat_s=0.05, lost_after_s=0.5, absent_after_s=0.5))
     try:
         assert job.all_got(m.Heartbeat)
         with caplog.at_level(logging.WARNING, "star_hvd"):
             job.agents[1].stop()
             job.agents[0].send(m.Finished(0))
-            assert within(lambda: job.got(0, m.Bye) == [m.Bye([1])])
-        assert "rank 1 has sent no message" in caplog.text
+            assert within(lambda: job.got(0, Presence) == [Presence(1, False)])
+            assert within(lambda: "rank 1 has sent no message" in caplog.text)
+        assert not job.got(0, m.Bye) and not job.agents[0].coordinator_ended
+        job.coordinator.stop()
+        assert within(lambda: job.agents[0].coordinator_ended)
     finally:
         job.close()

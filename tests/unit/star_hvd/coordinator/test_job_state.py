@@ -260,7 +260,7 @@ def test_everybody_leaves_once_all_have_finished() -> None:
     job = Job()
     assert only(job.say(0, m.Finished(0)), m.Bye) == []
     assert only(job.say(1, m.Finished(1)), m.Bye) == []
-    assert only(job.say(2, m.Finished(2)), m.Bye) == [m.Bye([])]
+    assert only(job.say(2, m.Finished(2)), m.Bye) == [m.Bye()]
     assert only(job.pass_time(30.0), m.Bye) == []
 
 
@@ -284,7 +284,7 @@ def test_nobody_is_told_of_an_end_while_nobody_has_finished() -> None:
     assert not job.state.lost
     for rank in (0, 1):
         assert only(job.say(rank, m.Finished(rank)), m.Bye) == []
-    assert only(job.say(2, m.Finished(2)), m.Bye) == [m.Bye([])]
+    assert only(job.say(2, m.Finished(2)), m.Bye) == [m.Bye()]
 
 
 def ask_source(job: Job, rank: int) -> list[m.StateSource]:

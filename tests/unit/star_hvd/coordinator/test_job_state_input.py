@@ -76,7 +76,7 @@ BAD = [
     m.PlanMessage(0, PLAN),
     m.CloseStep(0, 3, 0.1),
     m.Grant(0, 0, 0, 1),
-    m.Bye([]),
+    m.Bye(),
     m.Abandon(0, 1, ""),
     m.EpochEnd(0, 0),
     m.StateSource(0, 1),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +14,7 @@ import pytest
 from horovod.common.exceptions import HorovodInternalError
 
 from star_hvd import threads
+from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.shares import Feeds
 from star_hvd.config import Config
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
@@ -24,7 +27,7 @@ class Parts(dict[str, list[str]]):
 
     def part(self, name: str, *calls: str) -> Any:
         called = self[name] = list[str]()
-        return SimpleNamespace(**{call: lambda *given, each=call: called.append(each) for call in calls})
+        return SimpleNamespace(**{call: lambda *given, each=call, **named: called.append(each) for call in calls})
 
 
 class Leaving(Runtime):
@@ -62,6 +65,52 @@ def test_a_rank_whose_servers_are_gone_at_its_end_closes_what_it_holds(caplog: p
     for name in ("services", "agent", "tensors", "coordinator"):
         assert parts[name] == ["stop"], name
     assert parts["keyring"] == ["close"] and "rank 1 has left" in caplog.text
+
+
+class Draining(Leaving):
+    """The runtime of a rank that has finished while another one trains, and whose coordinator is silent."""
+
+    left: RankLostError | None = None  # What is found when silent ranks are looked for.
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__(parts)
+        self.rank, self._bye, self.thread_failure = 1, threading.Event(), None
+        self._meetings = cast(Any, parts.part("meetings", "finished", "meet"))
+        self.agent.last_heard_s = time.monotonic() - 60.0
+        self.agent.coordinator_ended = False
+        self._departures = cast(Any, SimpleNamespace(check=self.look))
+        self.looks = list[tuple[int, ...]]()
+
+    def look(self, silent: tuple[int, ...]) -> None:
+        if self.left is not None:
+            raise self.left
+        self.looks.append(silent)
+        if len(self.looks) == 2:  # All thaw and finish.
+            self._on_message(messages.Bye())
+
+    def drain(self) -> bool:
+        return self._drain(60.0)
+
+
+def test_a_rank_that_has_finished_waits_for_silent_ranks_that_have_not_left() -> None:
+    """They may be frozen, as it may have been itself; leaving, it would shut Horovod down under them."""
+    parts = Parts()
+    draining = Draining(parts)
+    assert draining.drain() and draining.looks == [(0,), (0,)]
+    assert parts["meetings"] == ["finished", "meet", "meet"]
+
+
+def test_a_rank_that_has_finished_leaves_once_a_rank_that_still_trains_has_left() -> None:
+    draining = Draining(Parts())
+    draining.left = RankLostError("rank 2 has left the job")
+    with pytest.raises(RankLostError, match="rank 2"):
+        draining.drain()
+
+
+def test_a_rank_that_has_finished_leaves_once_the_coordinator_has_ended(caplog: pytest.LogCaptureFixture) -> None:
+    draining = Draining(Parts())
+    draining.agent.coordinator_ended = True
+    assert not draining.drain() and "the coordinator has ended" in caplog.text
 
 
 @pytest.mark.parametrize(("drain", "failure", "status"), [
