@@ -10,6 +10,7 @@ import torch
 
 from star_hvd import env
 from star_hvd.errors import DeadlineError
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["Collective", "HorovodCollective", "poll_for", "tune_horovod", "wait_all"]
 
@@ -110,6 +111,7 @@ def wait_all(
     deadline_s: float,
     what: str,
     look: Callable[[], bool] | None = None,
+    wait: WaitTime | None = None,
 ) -> None:
     """Wait for operations to end, and collect them.
 
@@ -119,16 +121,17 @@ def wait_all(
         deadline_s: Longest wait.
         what: Their purpose, for the error.
         look: Called again and again while waiting, until it returns False.
+        wait: The wait that this is a part of, to which the deadline applies; this alone if None.
 
     Raises:
         DeadlineError: They did not end within `deadline_s`.
     """
-    until_s = time.monotonic() + deadline_s
+    wait = wait or WaitTime()
     for handle in handles:
         while not collective.wait(handle, _SLICE_S if look is None else _LOOK_S):
             if look is not None and not look():
                 look = None
-            if time.monotonic() > until_s:
+            if wait.count() > deadline_s:
                 raise DeadlineError(
                     f"{what} did not end within {deadline_s:g} s; some rank did not take part. "
                     "See which one in the log of rank 0, or raise Config.step_deadline_s"

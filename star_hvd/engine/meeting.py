@@ -8,7 +8,6 @@ at one step. In the usual case, when all are there already, that is one small al
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 
@@ -16,6 +15,7 @@ import torch
 
 from star_hvd.engine.collective import HorovodCollective
 from star_hvd.errors import DeadlineError, StarError
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["Position", "gather_positions", "leaving_servers", "settled", "unsettled_text"]
 
@@ -132,12 +132,12 @@ def gather_positions(
 
     rows = torch.tensor([astuple(position) for position in own], dtype=torch.int64, device="cpu")
     rows = rows.reshape(-1, len(_KINDS))  # None if there is no optimizer left.
-    collective, limit_s = HorovodCollective(), time.monotonic() + deadline_s
+    collective, wait = HorovodCollective(), WaitTime()
     handle = mpi_ops.allgather_async(rows, name="star.meeting")
     collective.hurry()
     while not collective.wait(handle, _CHECK_S):  # Horovod's own wait has no deadline.
         check()
-        if time.monotonic() > limit_s:
+        if wait.count() > deadline_s:
             raise DeadlineError(
                 f"not all ranks came to {what} within {deadline_s:g} s; Horovod's stall warnings and the log of rank 0 "
                 "name those that are missing"

@@ -14,6 +14,7 @@ from star_hvd.input.lease_stock import Batch
 from star_hvd.input.microbatches import Microbatch, MicrobatchInHand, MicrobatchStock, in_hand_around
 from star_hvd.input.sample_order import EpochOrder
 from star_hvd.runtime.runtime import Runtime
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["LeasedMicrobatches"]
 
@@ -148,17 +149,17 @@ class LeasedMicrobatches:
         run, stock = self._run, self._stock
         if stock.at_work:  # Kernels of a whole share are launched at once; then nothing of it could be taken over.
             run.await_devices()
-        began_s = time.monotonic()
+        began_s, wait = time.monotonic(), WaitTime(SOON_S)
         if not stock.begun and (not stock.decided(0.0 if stock.left_out else SOON_S) or stock.went_by):
             # This rank has no part in the step, and gives no gradient unless it takes over something.
             with run.inactive("waiting for samples"):
                 # No step follows where nothing is trained, or where this loop runs inside of a step.
                 steps = run.steps_begun() if self._trains and self._outer is None else []
                 while not stock.decided(SOON_S):
-                    run.client.check_wait(began_s, "micro-batches")
+                    run.client.check_wait(wait, "micro-batches")
                 # If the step ended without this rank, its helper makes it; until then no later gradient may be given.
                 while stock.went_by and steps and run.steps_begun() == steps:
-                    run.client.check_wait(began_s, "the other ranks' gradients")
+                    run.client.check_wait(wait, "the other ranks' gradients")
                     time.sleep(_LOOK_S)
             if self._outer is None:  # Otherwise the training is in the middle of a step.
                 run.catch_up()

@@ -37,6 +37,7 @@ from star_hvd.channel.messages.leases import (
 )
 from star_hvd.errors import DeadlineError
 from star_hvd.locks import ordered_condition
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["Batch", "BatchSizer", "ConstantBatches", "Consumption", "LeaseStock"]
 
@@ -397,7 +398,7 @@ class LeaseStock:
             DeadlineError: The coordinator did not answer.
             ValueError: This rank's samples differ from those of the others.
         """
-        began_s = time.monotonic()
+        wait = WaitTime(_LOOK_S)
         while True:
             with self._changed:
                 self._note_idle()
@@ -408,18 +409,18 @@ class LeaseStock:
                     return not self._exhausted
                 undecided = bool(self._sizer.balanced or self._runs) and self._sizer.size(self._next_index) is None
             check()
-            waited_s = time.monotonic() - began_s
+            waited_s = wait.count(silent_s())
             if undecided and waited_s > deadline_s:
                 raise DeadlineError(
                     f"rank {self._rank} waited {waited_s:.1f} s for the coordinator on rank 0 to say from which step "
                     "on the batch shares change; see its log for a rank that has not answered"
                 )
-            heard = longest_s is not None and silent_s() < 0.5 * deadline_s
+            heard = longest_s is not None and wait.silent_s < 0.5 * deadline_s
             if waited_s > (longest_s if heard and longest_s is not None else deadline_s):
                 raise DeadlineError(
                     f"rank {self._rank} waited {waited_s:.0f} s for samples after it had used up all that was leased "
-                    f"to it; the coordinator on rank 0 was last heard {silent_s():.1f} s ago; see its log for a rank "
-                    "that is missing"
+                    f"to it; the coordinator on rank 0 was last heard {wait.silent_s:.1f} s ago; see its log for a "
+                    "rank that is missing"
                 )
 
     def form(self) -> Batch | None:

@@ -36,6 +36,7 @@ from star_hvd.modes.step_reporter import StepReporter
 from star_hvd.modes.subgroup_child import ChildSteps
 from star_hvd.telemetry.step_timeline import StepTimeline
 from star_hvd.telemetry.timer import StepTimer
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["StepDriver"]
 
@@ -308,10 +309,11 @@ class StepDriver:
         if not self.timeline.sampling:
             wait_all(self.engine.collective, handles, self._config.step_deadline_s, what, look)
             return
-        limit_s = time.monotonic() + self._config.step_deadline_s
+        wait = WaitTime()
         for index, handle in enumerate(handles):  # Buckets first, then the header and state.
             began_s = time.monotonic()
-            wait_all(self.engine.collective, [handle], limit_s - began_s, what, self._look_while_sampling)
+            deadline_s = self._config.step_deadline_s
+            wait_all(self.engine.collective, [handle], deadline_s, what, self._look_while_sampling, wait)
             self.timeline.waited(index if index < buckets else -1, began_s)
 
     def _look_while_sampling(self) -> bool:

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from star_hvd.channel.messages.base import OptimizerDropped, Send
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["Helper"]
 
+_IDLE_S = 1.0  # Longest wait for work.
 _SLICE_S = 0.02  # Longest wait for a reduction without looking whether to stop.
 _POLL_DROPPED_S = 0.02  # Slower: only other ranks wait for a step of an optimizer that was dropped here.
 
@@ -88,22 +90,22 @@ class Helper:
 
     def _run_until_stopped(self) -> None:
         engine = self._engine
-        in_flight_since_s: float | None = None
+        in_flight: WaitTime | None = None
         while not self._stop.is_set():
             try:
                 with engine.lock:
-                    engine.helper_wake.wait_for(self._has_work, timeout=1.0)
+                    engine.helper_wake.wait_for(self._has_work, timeout=_IDLE_S)
                 if self.dropped:
                     self._carry_on()
                 if engine.failure is not None:
                     continue
                 if engine.helper_tick() or not engine.must_poll():
-                    in_flight_since_s = None
+                    in_flight = None
                     continue
                 if not engine.helper_owns():
-                    in_flight_since_s = None  # It waits for a device, to which the training thread's deadline applies.
-                in_flight_since_s = in_flight_since_s or time.monotonic()
-                if time.monotonic() - in_flight_since_s > self._step_deadline_s:
+                    in_flight = None  # It waits for a device, to which the training thread's deadline applies.
+                in_flight = in_flight or WaitTime(_IDLE_S)
+                if in_flight.count() > self._step_deadline_s:
                     raise DeadlineError(
                         f"step {engine.next_step - 1}, closed without this rank, did not end within "
                         f"{self._step_deadline_s:g} s; see the log of rank 0 for the rank that is missing"

@@ -34,6 +34,7 @@ from star_hvd.errors import DeadlineError
 from star_hvd.input.batch_sizes import BatchSizes
 from star_hvd.input.lease_stock import BatchSizer, LeaseStock
 from star_hvd.input.microbatches import MicrobatchStock
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["CoordinatorClient"]
 
@@ -212,28 +213,28 @@ class CoordinatorClient:
             DeadlineError: The coordinator, or a rank that the step is waiting for, did not answer.
             ValueError: This rank's samples differ from those of the others.
         """
-        began_s = time.monotonic()
+        wait = WaitTime(_LOOK_S)
         while True:
             stock.decided(_LOOK_S)
             found = stock.reserve(steps_made)
             if found is not None:
                 return found
-            self.check_wait(began_s, "the other ranks to begin the micro-batches of a step")
+            self.check_wait(wait, "the other ranks to begin the micro-batches of a step")
 
-    def check_wait(self, began_s: float, what: str) -> None:
-        """Raise if a wait for the coordinator, or for other ranks through it, has to end.
+    def check_wait(self, wait: WaitTime, what: str) -> None:
+        """Raise if a wait for the coordinator, or for other ranks through it, has to end; call it in each iteration.
 
         Raises:
             DeadlineError: It has taken too long.
             RankLostError: A rank has left the job.
         """
         self._raise_failure()
-        waited_s, silent_s = time.monotonic() - began_s, time.monotonic() - self._agent.last_heard_s
-        heard = silent_s < 0.5 * self._config.control_deadline_s
+        waited_s = wait.count(time.monotonic() - self._agent.last_heard_s)
+        heard = wait.silent_s < 0.5 * self._config.control_deadline_s
         if waited_s > (self._config.step_deadline_s if heard else self._config.control_deadline_s):
             raise DeadlineError(
                 f"rank {self._rank} waited {waited_s:.0f} s for {what}; the coordinator on rank 0 was last heard "
-                f"{silent_s:.1f} s ago; see its log for a rank that is missing"
+                f"{wait.silent_s:.1f} s ago; see its log for a rank that is missing"
             )
 
     def open_work(self, total: int, chunk: int, *, even: bool = False) -> LeaseStock:
@@ -278,8 +279,8 @@ class CoordinatorClient:
         self._requests += 1
         asked = ConsumedRequest(loader, epoch, step, self._requests)
         self._agent.send(asked)
-        limit_s = time.monotonic() + self._config.control_deadline_s
-        while time.monotonic() < limit_s:
+        wait = WaitTime(_LOOK_S)
+        while wait.count() < self._config.control_deadline_s:
             try:
                 answer = self._consumed.get(timeout=_LOOK_S)
             except queue.Empty:
@@ -380,17 +381,18 @@ class CoordinatorClient:
     ) -> messages.Message:
         if kind is messages.EpochEnd and (loader, epoch) in self._ended:
             return self._ended.pop((loader, epoch))
-        limit_s = time.monotonic() + deadline_s
+        wait = WaitTime(_LOOK_S)
         again_s = time.monotonic() + self._ask_again_s
         while True:
+            waited_s = wait.count(time.monotonic() - self._agent.last_heard_s)
             try:
-                message = self._grants.get(timeout=0.5)
+                message = self._grants.get(timeout=_LOOK_S)
             except queue.Empty:
                 self._raise_failure()
-                if time.monotonic() > limit_s:
+                if waited_s > deadline_s:
                     raise DeadlineError(
                         f"rank {self._rank} waited {deadline_s:g} s for {what}; the coordinator on rank 0 "
-                        f"was last heard {time.monotonic() - self._agent.last_heard_s:.1f} s ago; see its log for a "
+                        f"was last heard {wait.silent_s:.1f} s ago; see its log for a "
                         "rank that is missing"
                     ) from None
                 if asked is not None and time.monotonic() > again_s:

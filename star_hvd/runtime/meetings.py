@@ -19,6 +19,7 @@ from star_hvd.engine.meeting import Position, gather_positions, leaving_servers,
 from star_hvd.errors import DeadlineError
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime.inactivity import Inactivity
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["Meetings"]
 
@@ -96,11 +97,17 @@ class Meetings:
         Raises:
             DeadlineError: They did not reach it in time.
         """
-        limit_s, asked = time.monotonic() + deadline_s, False
+        wait, asked = WaitTime(), False
+
+        def check() -> None:
+            wait.count()
+            self._check()
+
         while True:
             # A dropped optimizer has no reference left, and its helper may already have ended on some ranks.
             own = self._left_out_together(self._positions())
-            found = gather_positions(own, self._check, deadline_s, reason)
+            wait.count_work()
+            found = gather_positions(own, check, deadline_s, reason)
             leaving = leaving_servers(found)
             if leaving:
                 self._leave_servers(leaving, reason, out_of_data=out_of_data)
@@ -109,7 +116,7 @@ class Meetings:
             for position in found:
                 if position.manual_step >= 0 and position.optimizer in self._drivers:
                     self._drivers[position.optimizer].engine.note_manual(position.manual_step)
-            if time.monotonic() > limit_s:
+            if wait.passed_s > deadline_s:
                 raise DeadlineError(
                     f"ranks did not get to one step within {deadline_s:g} s at {reason}: {unsettled_text(found)}; see "
                     "the logs of those behind, or raise Config.step_deadline_s"

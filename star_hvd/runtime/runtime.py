@@ -73,6 +73,7 @@ from star_hvd.runtime.memory_limits import MemoryLimits
 from star_hvd.runtime.mode_services import ModeServices
 from star_hvd.runtime.model_loader import ModelLoader
 from star_hvd.telemetry.resources import gpu_identity
+from star_hvd.telemetry.wait_time import WaitTime
 from star_hvd.telemetry.whereabouts import Whereabouts
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
@@ -705,11 +706,11 @@ class Runtime:
         """
         self._meetings.finished()
         self.agent.send(messages.Finished(self.rank))
-        limit_s = time.monotonic() + longest_s
+        wait = WaitTime()
         while not self._bye.wait(0.2):
             if any(d.failure for d in self.drivers.values()):
                 return False
-            if time.monotonic() > limit_s:
+            if wait.count() > longest_s:
                 logger.error(
                     "rank %d leaves although other ranks still train: they took longer than %g s after its end",
                     self.rank,

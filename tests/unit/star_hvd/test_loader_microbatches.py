@@ -14,6 +14,7 @@ from star_hvd.channel.messages.microbatches import MicrobatchesClosed, Microbatc
 from star_hvd.epochs.microbatches import LeasedMicrobatches
 from star_hvd.errors import DeadlineError, StarError
 from star_hvd.input.microbatches import MicrobatchStock
+from star_hvd.telemetry.wait_time import WaitTime
 from tests.support.loaders import ReadyBatches
 
 PARTS = 4
@@ -35,7 +36,7 @@ class Run:
         stock.decided(0.0)
         return bool(stock.reserve(steps_made))
 
-    def _check_wait(self, began_s: float, what: str) -> None:
+    def _check_wait(self, wait: WaitTime, what: str) -> None:
         raise DeadlineError(what)
 
     def _forget(self) -> None:
