@@ -237,6 +237,8 @@ class TestTables:
         made = document()
         made["rows"] = {"killed-server": {**made["rows"]["one-slow"], "figures": of_tta(killed)}}
         assert "| 2 | 1.23 s | - | 3 | - |" in render("faults", made)
+        named = re.findall(r"`(\w+)`", render("faults", made).splitlines()[2].rpartition(" kB, ")[2].partition("|")[0])
+        assert named == ["drop", "star"], "those whose deaths are counted"
         several = {"plain": 1, "star": 0, "ps(2)": 2}
         for failed, shown in (({"plain": 0, "ps(2)": 0}, "0"), (several, "`plain` 1, `ps(2)` 2")):
             made["rows"]["killed-server"]["figures"] = of_tta({**killed, "failed_attempts": failed})
