@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.util
 import inspect
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from benchmarks.lab.spec import ALL_VARIANTS, FEEDINGS, PLAIN_VARIANTS, RunSpec
 from benchmarks.lab.tasks import DATASETS, defaults_for
 from benchmarks.machine.accelerator import DEVICES, DeviceError, check_device
 from benchmarks.machine.netns import check_tools
-from benchmarks.machine.quota import find_cpu_group
+from benchmarks.machine.quota import LEAST_QUOTA_S, LONGEST_PERIOD_S, find_cpu_group
 from benchmarks.traces import read_trace
 from scheduler.plan.mode_names import parse_mode
 
@@ -221,7 +222,9 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
     check_device(args.device)
     if burns and args.device != "cpu":
         raise DeviceError(f"scenario {args.scenario} limits the processor; it cannot slow --device {args.device}")
+    quota_cores = _quota_cores(scenario) if burns else 0.0
     if burns:
+        _check_quota(quota_cores, args.quota_period_ms / 1000.0)
         find_cpu_group()
     if scenario.means == "link":
         check_tools()
@@ -254,7 +257,7 @@ def build_spec(args: argparse.Namespace) -> RunSpec:
         eval_every_steps=defaults.eval_every_steps,
         mode=args.mode,
         quorum=scenario.quorum(),
-        quota_cores=_quota_cores(scenario) if burns else 0.0,
+        quota_cores=quota_cores,
         quota_period_s=args.quota_period_ms / 1000.0,
         hidden_units=_given(args.hidden_units, special.hidden_units),
         link_bits_per_s=_link_bits_per_s(args, scenario, special),
@@ -383,3 +386,16 @@ def _quota_cores(scenario: Scenario) -> float:
     """Return the share of a core that makes a rank `slowdown` times slower than its fair share of the machine."""
     fair = min(1.0, len(os.sched_getaffinity(0)) / scenario.ranks)
     return fair / scenario.slowdown(scenario.ranks - 1, 0)
+
+
+def _check_quota(quota_cores: float, period_s: float) -> None:
+    """Refuse a quota shorter than the kernel takes; a longer one would slow the rank less than stated."""
+    if quota_cores * period_s < LEAST_QUOTA_S * (1.0 - 1e-9):
+        least_ms = math.ceil(1000.0 * LEAST_QUOTA_S / quota_cores)
+        advice = f"raise --quota-period-ms to at least {least_ms}"
+        if least_ms > 1000.0 * LONGEST_PERIOD_S:
+            advice = f"no period is long enough (at most {LONGEST_PERIOD_S:g} s): lower --slowdown or --ranks"
+        raise ScenarioError(
+            f"{quota_cores:.2g} of a core is {1e6 * quota_cores * period_s:.0f} us of a period of "
+            f"{1000.0 * period_s:g} ms; a quota has at least {1e6 * LEAST_QUOTA_S:.0f} us: {advice}"
+        )

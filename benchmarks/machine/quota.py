@@ -7,10 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CpuGroup", "CpuQuota", "QuotaError", "find_cpu_group", "own_group"]
+__all__ = ["LEAST_QUOTA_S", "LONGEST_PERIOD_S", "CpuGroup", "CpuQuota", "QuotaError", "find_cpu_group", "own_group"]
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROC_CGROUP = Path("/proc/self/cgroup")
+LEAST_QUOTA_S, LONGEST_PERIOD_S = 1e-3, 1.0  # The kernel takes no others.
 
 
 class QuotaError(RuntimeError):
@@ -103,12 +104,12 @@ class CpuQuota:
         """Prepare the limit; nothing is changed yet.
 
         Args:
-            cores: Allowed share, 0.25 for a quarter of one core.
+            cores: Allowed share, 0.25 for a quarter of one core; with the period at least `LEAST_QUOTA_S`.
             period_s: Length of an accounting period: once its share is used, the process is stopped until
                 the period ends. Containers use 0.1.
             group: Where to create the group; found automatically if omitted.
         """
-        self._quota_us = max(1000, round(cores * period_s * 1e6))  # The kernel's minimum is 1 ms.
+        self._quota_us = round(cores * period_s * 1e6)
         self._period_us = round(period_s * 1e6)
         self._group = group or find_cpu_group()
         self._path = self._group.path / f"straggler-{os.getpid()}"

@@ -218,6 +218,24 @@ class TestOptions:
         with pytest.raises(ScenarioError, match=re.escape(message)):
             self.spec_of("--scenario", "killed-worker", *words)
 
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (("--scenario", "starved", "--quota-period-ms", "10"), "raise --quota-period-ms to at least 20"),
+            (("--scenario", "quota", "--quota-period-ms", "2"), "raise --quota-period-ms to at least 8"),
+            (("--scenario", "starved", "--slowdown", "1000"), "lower --slowdown"),
+        ],
+    )
+    def test_a_quota_shorter_than_the_kernel_takes_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], message: str
+    ) -> None:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+        monkeypatch.setattr("benchmarks.lab.options.find_cpu_group", lambda: None)
+        with pytest.raises(ScenarioError, match=re.escape(message)):
+            self.spec_of(*words)
+        spec = self.spec_of("--scenario", "starved", "--quota-period-ms", "20")
+        assert spec.quota_cores * spec.quota_period_s == pytest.approx(1e-3)
+
     def test_modes_that_are_exact_go_with_exact(self) -> None:
         for mode in ("auto", "sync", "sync(balanced)", "sync(steal)"):
             assert self.spec_of("--mode", mode, "--accuracy", "exact").mode == mode

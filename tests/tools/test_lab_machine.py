@@ -242,9 +242,10 @@ class TestQuota:
 
     def test_limit_on_a_made_up_group(self, tmp_path: Path) -> None:
         group = CpuGroup(version=2, path=tmp_path, home=tmp_path)
-        with CpuQuota(0.25, 0.1, group):
-            made = next(tmp_path.glob("straggler-*"))
-            assert (made / "cpu.max").read_text() == "25000 100000"
+        for cores, period_s, written in ((0.25, 0.1, "25000 100000"), (0.05, 0.01, "500 10000")):
+            with CpuQuota(cores, period_s, group):
+                made = next(tmp_path.glob("straggler-*"))
+                assert (made / "cpu.max").read_text() == written, "no more than was asked for"
 
 
 def _job(tmp_path: Path, source: str, **options: Any) -> list[dict[str, Any]]:
