@@ -277,22 +277,30 @@ def _report(
         lost = regret(record)
         regrets += [lost] if lost is not None else []
     errors = [abs(row["error"]) for row in rows]
-    by = {kind: [t["tau"] for t in taus if t["by"] == kind and math.isfinite(t["tau"])]
-          for kind in ("cost_model", "learned")}
-    means = {kind: statistics.fmean(values) for kind, values in by.items() if values}
-    means |= {f"smooth_{kind}": statistics.fmean(t["smooth_tau"] for t in taus if t["by"] == kind) for kind in means}
+    means = _mean_taus(taus)
+    smooth_regrets = [r["smooth_regret"] for r in regrets if not math.isnan(r["smooth_regret"])]
     summary = {
         "schema": 1,
         "fidelity": {"median_error": statistics.median(errors), "rows": rows, "constants": constants},
         "kendall_tau": {"mean": means.get("learned", means.get("cost_model")), **means, "rows": taus},
         "real_regret": {
             "mean": statistics.fmean(r["regret"] for r in regrets) if regrets else None,
-            "smooth_mean": statistics.fmean(r["smooth_regret"] for r in regrets) if regrets else None,
+            "smooth_mean": statistics.fmean(smooth_regrets) if smooth_regrets else None,
             "worst_over_plain": max((r["over_plain"] for r in regrets if r["over_plain"]), default=None),
             "rows": regrets,
         },
     }
     return summary, [_steps_table(rows), _tau_table(taus), _regret_table(regrets)]
+
+
+def _mean_taus(taus: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the mean taus by what predicted, over the scenarios in which not all times are tied."""
+    means = {}
+    for prefix, key in (("", "tau"), ("smooth_", "smooth_tau")):
+        for kind in ("cost_model", "learned"):
+            if values := [one[key] for one in taus if one["by"] == kind and math.isfinite(one[key])]:
+                means[f"{prefix}{kind}"] = statistics.fmean(values)
+    return means
 
 
 def _steps_table(rows: Sequence[dict[str, Any]]) -> Table:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.lab.scenarios import FREEZE_EVERY_S, FREEZE_S, MEANS, baseline
+from benchmarks.lab.scenarios import FREEZE_EVERY_S, FREEZE_S, MEANS, baseline, input_slowdown
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
 from scheduler.simulator import Cluster, Episode, Job, Network, Scenario
@@ -138,7 +138,10 @@ def twin(record: dict[str, Any], found: Constants, *, plain: bool = False, steps
     compute_s = device_s + found.own_s
     means = MEANS[spec["scenario"]]
     rows = [[float(factor) for factor in row] for row in spec["rows"]]
+    cycle_s = found.cycle_s + (found.spin_s if plain else 0.0)
     slowdowns = tuple(tuple((device_s * f + found.own_s) / compute_s for f in row) for row in rows)
+    if means == "input":
+        slowdowns = (_input_slowdowns(spec, rows[0], compute_s, cycle_s),)
     usual = float(spec.get("link_bits_per_s") or 0.0) / 8.0 or 1e10
     rates = tuple(usual / (rows[0][rank] if means == "link" else 1.0) for rank in range(n))
     return Scenario(
@@ -147,7 +150,7 @@ def twin(record: dict[str, Any], found: Constants, *, plain: bool = False, steps
             jitter=_JITTER,
             link_bytes_per_s=rates,
             common_jitter=0.0,
-            cycle_s=found.cycle_s + (found.spin_s if plain else 0.0),
+            cycle_s=cycle_s,
             overlap=0.2,
             server_s=1e-3,
         ),
@@ -157,9 +160,19 @@ def twin(record: dict[str, Any], found: Constants, *, plain: bool = False, steps
             compute_s=compute_s,
             target_steps=steps,
         ),
-        rows=slowdowns if means == "device" and any(f != 1.0 for row in rows for f in row) else (),
+        rows=slowdowns if means in ("device", "input") and any(f != 1.0 for row in rows for f in row) else (),
         episodes=_episodes(means, rows[0]),
     )
+
+
+def _input_slowdowns(
+    spec: dict[str, Any], factors: Sequence[float], compute_s: float, cycle_s: float
+) -> tuple[float, ...]:
+    """Return the factors on each rank's computation that lengthen its step as much as waiting for its samples does."""
+    step_s = compute_s + cycle_s
+    batch_input_s = float(spec["input_s_per_sample"]) * float(spec["batch_samples"])
+    steps = [input_slowdown(step_s, batch_input_s, int(spec["workers"]), factor) for factor in factors]
+    return tuple(1.0 + (step - 1.0) * step_s / compute_s for step in steps)
 
 
 def _episodes(means: str, factors: Sequence[float]) -> tuple[Episode, ...]:

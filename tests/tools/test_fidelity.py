@@ -105,6 +105,17 @@ def test_links_freezes_and_rows_are_simulated() -> None:
     assert not twin(record("none", ((1.0, 1.0, 1.0, 1.0),)), MACHINE).rows
 
 
+@pytest.mark.parametrize(("workers", "step_s"), [(0, 0.045 + 3 * 0.048), (2, 0.096)])
+def test_slow_input_slows_the_rank_that_waits_for_it(workers: int, step_s: float) -> None:
+    one = record("slow-input")
+    one["spec"] |= {"input_s_per_sample": 0.003, "workers": workers}
+    (row,) = twin(one, MACHINE).rows
+    assert row[:3] == (1.0,) * 3
+    assert 0.036 * row[3] + 0.009 == pytest.approx(step_s), "a step of sync with it"
+    (plain,) = twin(one, MACHINE, plain=True).rows
+    assert 0.036 * plain[3] + 0.024 == pytest.approx(step_s + (0.0 if workers else 0.015))
+
+
 def test_kendalls_tau() -> None:
     assert kendall_tau([1, 2, 3, 4], [10, 20, 30, 40]) == 1.0
     assert kendall_tau([4, 3, 2, 1], [10, 20, 30, 40]) == -1.0
@@ -199,6 +210,22 @@ def test_equal_times_are_no_order_and_no_error(
     assert main([str(tmp_path / "a.json"), "--json", str(out)]) == 0
     assert json.loads(out.read_text())["kendall_tau"]["mean"] is None
     assert "mean tau -" in capsys.readouterr().out
+
+
+def test_a_scenario_with_equal_curves_leaves_the_means_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STAR_MODEL", "cost_model")
+    tied, ordered = record("two-slow", **{"partial(3)": 2.0}), record(**{"partial(3)": 2.0})
+    for run in tied["variants"]["plain"]["seeds"] + tied["modes"]["partial(3)"]["per_seed"]:
+        run["accuracies"] = [0.5] * len(run["accuracies"])  # Never at the target.
+    for name, one in (("tied", tied), ("ordered", ordered)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(one))
+    out = tmp_path / "out.json"
+    assert main([str(tmp_path / "tied.json"), str(tmp_path / "ordered.json"), "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert found["kendall_tau"]["smooth_cost_model"] == 1.0
+    assert found["real_regret"]["smooth_mean"] == pytest.approx(0.0)
 
 
 def test_simulator_speed_is_measured(tmp_path: Path) -> None:
