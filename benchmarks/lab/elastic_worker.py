@@ -25,6 +25,7 @@ from benchmarks.lab.training import Snapshots
 from benchmarks.lab.worker import progress, register, write_record
 from benchmarks.machine.device import LayerClock, make_device
 from benchmarks.machine.killed import Watch
+from scheduler.records import Plan, parse_mode
 
 __all__ = ["main"]
 
@@ -39,6 +40,11 @@ class Training:
         variant: One of `ALL_VARIANTS`, or a fixed mode.
         seed: Seed of initialization and sample order.
         hvd: `star_hvd` or `horovod.torch`.
+
+    Attributes:
+        record: What is known of the training.
+        snapshots: Its parameters over time.
+        watch: Times this rank's steps from the death on.
     """
 
     def __init__(self, spec: RunSpec, variant: str, seed: int, hvd: Any) -> None:
@@ -53,9 +59,15 @@ class Training:
         if not self._plain:  # Counters start again in a new world, and those of the killed rank are gone with it.
             self.record.folds = self.record.drops = self.record.max_staleness = None
         self.snapshots = Snapshots(self.model, spec.eval_every_steps, int(hvd.rank()) == 0)
-        self._watch = Watch()
+        self.watch = Watch()
+        # Whether the mode comes into force only after some steps, and whether the death has waited for it.
+        self._starts_late, self._waited = self._fixed and self._plan().mode != "sync", False
         self._rebuilding = False
         self._start_s = self._last_s = time.perf_counter()
+
+    def _plan(self) -> Plan:
+        name = baseline(self._variant, self._spec.ranks - self._spec.quorum)
+        return parse_mode(name, self._spec.ranks) or Plan.sync(self._spec.ranks)
 
     def run(self) -> None:
         """Train to the end, recovering from the death of a rank."""
@@ -71,17 +83,17 @@ class Training:
         self._start_s = self._last_s = time.perf_counter()
         elastic.run(self._steps)(state)
         self.record.train_s = time.perf_counter() - self._start_s
-        self._finish(optimizer, state.step)
+        self.finish(optimizer, state.step)
 
     def _steps(self, state: Any) -> None:
         spec, hvd = self._spec, self._hvd
         per_epoch = spec.train_samples // (spec.batch_samples * spec.ranks)
         self._rebuilding = int(hvd.size()) < spec.ranks
         if self._rebuilding:
-            self._watch.end()
-        self._watch.step(state.step)  # The count goes back: steps since the last commit are repeated.
+            self.watch.end()
+        self.watch.step(state.step)  # The count goes back: steps since the last commit are repeated.
         while state.step < spec.epochs * per_epoch:
-            self._maybe_die(state, per_epoch)
+            self.maybe_die(state, per_epoch)
             epoch, index = divmod(state.step, per_epoch)
             progressed = epoch / max(1, spec.epochs - 1)
             for group in state.optimizer.param_groups:
@@ -104,16 +116,18 @@ class Training:
         nn.functional.cross_entropy(self.model(x), y).backward()
         optimizer.step()
 
-    def _maybe_die(self, state: Any, per_epoch: int) -> None:
+    def maybe_die(self, state: Any, per_epoch: int) -> None:
         """Kill the last rank of the first world: halfway between two commits, after half the run, in the fixed mode."""
         spec, hvd = self._spec, self._hvd
         if self._variant in FREE_VARIANTS or int(hvd.size()) < spec.ranks:
             return
         if state.step < spec.epochs * per_epoch // 2 or state.step % COMMIT_STEPS != COMMIT_STEPS // 2:
             return
-        self._watch.begin()
-        waiting = self._fixed and state.optimizer.mode == "sync"  # The servers are still starting.
-        if int(hvd.rank()) == spec.ranks - 1 and not waiting:
+        if self._starts_late and state.optimizer.mode == "sync":  # The servers are still starting.
+            self._waited = True
+            return
+        self.watch.begin()
+        if int(hvd.rank()) == spec.ranks - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def _note(self, step: int) -> None:
@@ -122,12 +136,19 @@ class Training:
             self.record.rebuild_s = max(self.record.rebuild_s, now_s - self._last_s)
             self._rebuilding = False
         self._last_s = now_s
-        self._watch.step(step)
+        self.watch.step(step)
         self.snapshots.maybe_take(step, now_s - self._start_s)
 
-    def _finish(self, optimizer: Any, step: int) -> None:
+    def finish(self, optimizer: Any, step: int) -> None:
+        """Complete the record.
+
+        Raises:
+            RuntimeError: The fixed mode did not come into force, so nobody died.
+        """
         record, hvd = self.record, self._hvd
         record.killed = int(self._variant not in FREE_VARIANTS and int(hvd.size()) < self._spec.ranks)
+        if self._waited and not record.killed:
+            raise RuntimeError(f"{self._variant} was not in force when a rank was to die; raise --epochs")
         record.global_steps, record.rank_batches = step, [step]
         if not self._plain:
             record.stats = [dict(optimizer.stats())]
@@ -135,8 +156,8 @@ class Training:
             report = hvd.report()
             record.report = report.to_dict() if report is not None else {}
             optimizer.close()
-        record.recovery_s = self._watch.recovery_s or record.rebuild_s
-        record.lost_steps = self._watch.lost_steps
+        record.recovery_s = max(self.watch.recovery_s, record.rebuild_s)  # The watch ends with the old world.
+        record.lost_steps = self.watch.lost_steps
         self.snapshots.take(step, record.train_s)
 
 

@@ -42,6 +42,39 @@ def test_what_is_not_measured_is_no_number() -> None:
     assert star[-2:] == ["-", "queue"]
 
 
+class TestDeath:
+    def training(self, mode: str, size: int = 4) -> Training:
+        spec = spec_of(scenario="killed-worker", modes=(mode,), epochs=12)
+        return Training(spec, mode, 0, types.SimpleNamespace(rank=lambda: 1, size=lambda: size, report=lambda: None))
+
+    def state(self, mode: str, step: int = 140) -> Any:
+        """A state after half the run, halfway between two commits."""
+        optimizer = types.SimpleNamespace(mode=mode, stats=dict, timeline=list, close=lambda: None)
+        return types.SimpleNamespace(step=step, optimizer=optimizer)
+
+    @pytest.mark.parametrize(
+        ("wanted", "mode", "watched"),
+        [("ps(2)", "sync", False), ("ps(2)", "ps(2)", True), ("asgd", "ps(1)", True), ("sync", "sync", True)],
+    )
+    def test_steps_are_watched_only_once_a_rank_dies(self, wanted: str, mode: str, watched: bool) -> None:
+        training = self.training(wanted)
+        training.maybe_die(self.state(mode), per_epoch=20)
+        training.watch.step(141)
+        assert (training.watch.recovery_s > 0.0) == watched, "until then the servers are starting"
+
+    def test_the_pause_contains_the_new_world(self) -> None:
+        training = self.training("ps(2)", size=2)
+        training.watch.recovery_s, training.record.rebuild_s = 0.03, 8.0
+        training.finish(self.state("ps(2)").optimizer, 240)
+        assert (training.record.recovery_s, training.record.killed) == (8.0, 1)
+
+    def test_a_training_in_which_nobody_could_die_fails(self) -> None:
+        training = self.training("ps(2)")
+        training.maybe_die(self.state("sync"), per_epoch=20)
+        with pytest.raises(RuntimeError, match=r"ps\(2\) was not in force"):
+            training.finish(self.state("sync").optimizer, 240)
+
+
 class TestAttempts:
     """Horovod's recovery fails at times: how often is part of the result."""
 
