@@ -86,15 +86,47 @@ class Snapshots:
     def __init__(self, model: nn.Module, every_steps: int, active: bool) -> None:
         self._model, self._every_steps, self._active = model, every_steps, active
         self._next_step = every_steps
+        self._batches: list[int] = []  # At the snapshots of the present epoch: this rank's batches of it.
+        self._epochs_steps = 0
         self.times_s: list[float] = []
         self.steps: list[int] = []
         self.vectors: list[np.ndarray] = []
 
-    def maybe_take(self, step: int, time_s: float) -> None:
-        """Take a snapshot if `step` has reached the next multiple of the interval."""
+    def maybe_take(self, step: int, time_s: float, batch: int = 0) -> None:
+        """Take a snapshot if `step` has reached the next multiple of the interval.
+
+        Args:
+            step: Updates of the parameters.
+            time_s: Time of the snapshot.
+            batch: This rank's batches of the present epoch, for `space_evenly`.
+        """
         if self._active and step >= self._next_step:
             self._next_step = (step // self._every_steps + 1) * self._every_steps
             self.take(step, time_s)
+            self._batches.append(batch)
+
+    def space_evenly(self, batches: int, epoch_steps: int) -> None:
+        """Thin the snapshots of the epoch that has just ended: as many per sample as in a synchronous training.
+
+        An asynchronous step takes fewer samples, so there are more snapshots per epoch, and each would be one more
+        chance to reach the target. Of them, those nearest to the places of a synchronous training's are kept.
+
+        Args:
+            batches: This rank's batches of the epoch.
+            epoch_steps: Steps of an epoch of a synchronous training.
+        """
+        begin, count = self._epochs_steps, len(self._batches)
+        self._epochs_steps += epoch_steps
+        if not count:
+            return
+        at = [begin + epoch_steps * batch / batches for batch in self._batches]
+        every = self._every_steps
+        places = range(begin - begin % every + every, self._epochs_steps + 1, every)
+        kept = sorted({min(range(count), key=lambda index: abs(at[index] - place)) for place in places})
+        taken: tuple[list[Any], ...] = (self.times_s, self.steps, self.vectors)
+        for values in taken:
+            values[-count:] = [values[index - count] for index in kept]
+        self._batches.clear()
 
     def take(self, step: int, time_s: float) -> None:
         """Take a snapshot now."""
@@ -324,7 +356,7 @@ def _loop(
     )
     own_batches, kill_at = 0, _kill_at(spec, scenario)
     for epoch in range(spec.epochs):
-        losses = []
+        losses: list[float] = []
         for x, y in job.batches(epoch):
             clock.slowdown = scenario.device_slowdown(setting.rank, job.global_step(own_batches))
             optimizer.zero_grad()
@@ -337,7 +369,8 @@ def _loop(
                 watch.begin()
                 watch.killed = kill_server()
             losses.append(loss.item())
-            snapshots.maybe_take(job.global_step(own_batches), time.perf_counter() - start_s)
+            snapshots.maybe_take(job.global_step(own_batches), time.perf_counter() - start_s, len(losses))
+        snapshots.space_evenly(len(losses), spec.steps // spec.epochs)
         decay.step()
         mean_loss = float(hvd.allreduce(torch.tensor([sum(losses) / max(1, len(losses))]), name="epoch_loss"))
         record.epoch_losses.append(mean_loss)

@@ -15,12 +15,14 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from benchmarks.lab.launch import REPOSITORY, JobFailed, run_job
 from benchmarks.lab.measures import (
     summarize,
 )
 from benchmarks.lab.spec import RunSpec, write_json
+from benchmarks.lab.training import Snapshots
 from benchmarks.machine.freezer import Freezer
 from benchmarks.machine.killed import Watch
 from benchmarks.machine.link_rates import LinkRates, ask_for_rate
@@ -104,6 +106,41 @@ class TestFreezer:
     def test_bad_times(self) -> None:
         with pytest.raises(ValueError, match="expected more than 0"):
             Freezer(2.0, 2.0)
+
+
+class TestSnapshots:
+    def taken(self, own: int, updates_per_batch: float, epochs: int = 2) -> Snapshots:
+        """Epochs of 20 synchronous steps, in which this rank has `own` batches; the last one takes until 10 s later."""
+        snapshots = Snapshots(torch.nn.Linear(1, 1), 2, active=True)
+        for epoch in range(epochs):
+            for batch in range(1, own + 1):
+                number = epoch * own + batch
+                snapshots.maybe_take(round(number * updates_per_batch), 10.0 * (epoch + batch / own), batch)
+            snapshots.space_evenly(own, epoch_steps=20)
+        return snapshots
+
+    def test_a_synchronous_training_keeps_all(self) -> None:
+        found = self.taken(20, 1.0)
+        assert found.steps == list(range(2, 41, 2))
+        assert found.times_s == pytest.approx([10.0 * step / 20 for step in found.steps])
+        assert len(found.vectors) == len(found.steps)
+
+    @pytest.mark.parametrize(("own", "updates_per_batch"), [(25, 3.2), (25, 1.0), (7, 11.4), (20, 4.0)])
+    def test_other_modes_are_judged_no_oftener_per_sample(self, own: int, updates_per_batch: float) -> None:
+        found = self.taken(own, updates_per_batch)
+        assert len(found.times_s) == len(found.steps) == len(found.vectors) == min(20, 2 * own)
+        places = [k for k in range(1, 21) if own >= 10]  # Of 20 in 20 s, each within half a batch of its own.
+        assert all(abs(at - place) <= 11.0 / own for at, place in zip(found.times_s, places, strict=False))
+
+    def test_the_end_of_the_run_is_taken_as_well(self) -> None:
+        found = self.taken(25, 3.2)
+        found.take(160, 20.5)
+        assert found.times_s[-1] == 20.5 and len(found.times_s) == 21
+
+    def test_an_epoch_without_own_batches_has_none(self) -> None:
+        found = self.taken(25, 3.2, epochs=1)
+        found.space_evenly(0, epoch_steps=20)
+        assert len(found.times_s) == 10
 
 
 class TestWatch:
