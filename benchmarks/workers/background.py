@@ -8,6 +8,8 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn
 
 import star_hvd as hvd
 from benchmarks.machine.device import DeviceTime, LayerClock, SleepDevice
+from benchmarks.workers.warm_up import await_mode
 from scheduler.records import Plan, parse_mode
 from star_hvd.config import Config
 
@@ -23,7 +26,7 @@ __all__ = ["LAYERS", "main"]
 
 LAYERS = 8
 BATCH = 4
-LONGEST_WARM_UP_S = 30.0  # Until the mode is in force.
+LONGEST_CHOICE_S = 30.0  # Until `auto` has chosen.
 SETTLING = 10  # Untimed first steps of the mode, in which buffers and connections are made.
 
 
@@ -46,9 +49,11 @@ def _background(spec: dict[str, Any]) -> bool | None:
     return None if spec["background"] and spec["mode"] == "auto" else bool(spec["background"])
 
 
-def _in_force(spec: dict[str, Any], plan: Plan) -> bool:
-    """Whether the measured mode is in force; `auto` is expected to switch to servers, if at all."""
-    return plan.family == "ps" if spec["mode"] == "auto" else plan.mode != "sync"
+def _await_choice(step: Callable[[], object], engine: Any) -> None:
+    """Make steps until `auto` has switched to servers, which it is expected to, if at all."""
+    limit_s = time.monotonic() + LONGEST_CHOICE_S
+    while engine.plan.family != "ps" and time.monotonic() < limit_s:
+        step()
 
 
 def _step(model: nn.Sequential, optimizer: Any, inputs: torch.Tensor) -> tuple[float, float]:
@@ -82,13 +87,15 @@ def main(folder: Path) -> None:
     clock = LayerClock(model, SleepDevice(), DeviceTime(fixed_s=spec["compute_s"], per_sample_s=0.0),
                        dict.fromkeys(model, 1.0 / LAYERS))
     with clock:
-        limit_s = time.monotonic() + LONGEST_WARM_UP_S
-        while not _in_force(spec, engine.plan) and time.monotonic() < limit_s:
-            _step(model, optimizer, inputs)
+        step, plan = partial(_step, model, optimizer, inputs), parse_mode(spec["mode"], int(hvd.size()))
+        if plan is None:
+            _await_choice(step, engine)
+        else:
+            await_mode(step, engine, plan)
         for _ in range(SETTLING):
-            _step(model, optimizer, inputs)
+            step()
         began_s, began = time.monotonic(), engine.step
-        times = [_step(model, optimizer, inputs) for _ in range(spec["steps"])]
+        times = [step() for _ in range(spec["steps"])]
         total_s = time.monotonic() - began_s
         updates = engine.step - began
     if hvd.rank() == (hvd.size() - 1 if spec["mode"].startswith("subgroup") else 0):  # The last rank is a child there.

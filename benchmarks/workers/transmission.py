@@ -11,7 +11,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,14 @@ import torch
 
 from benchmarks.lab.spec import write_json
 from benchmarks.machine.device import DeviceTime, LayerClock, SleepDevice
+from benchmarks.workers.warm_up import await_mode
 from scheduler.records import Plan, parse_mode
 
 __all__ = ["VARIANTS", "Job", "Variant", "main", "network_of"]
 
 BATCH = 8
 _FLOAT_BYTES = 4
-_MOST_STEPS_IN_SYNC = 200  # Until the mode is in force.
+_STEPS_OF_AUTO = 200  # In which it may choose a mode.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,18 +132,13 @@ class _Clock:
 
     Args:
         engine: Engine of star_hvd's optimizer, None under plain Horovod.
-        job: The rank's job.
+        plan: The mode, None for `auto`.
     """
 
-    def __init__(self, engine: Any, job: Job) -> None:
-        self._engine, self._family = engine, job.mode.partition("(")[0]
+    def __init__(self, engine: Any, plan: Plan | None) -> None:
+        self._engine, self._mode = engine, plan.mode if plan is not None else "auto"
         self._ends_s: list[float] = []
         self._first = 0
-
-    @property
-    def waits(self) -> bool:
-        """Whether the mode is not in force yet: every star_hvd job starts in `sync`."""
-        return self._engine is not None and self._engine.plan.mode != self._family
 
     def begin(self) -> None:
         """Start timing."""
@@ -162,11 +158,27 @@ class _Clock:
         times = [later - sooner for sooner, later in itertools.pairwise(self._ends_s)]
         more = {"p90_step_s": sorted(times)[int(0.9 * (len(times) - 1))], "median_step_s": statistics.median(times)}
         total_s = self._ends_s[-1] - self._ends_s[0]
-        if self._engine is None or self._family not in ("ps", "local"):
+        if self._engine is None or self._mode not in ("ps", "local"):
             return {"step_s": statistics.median(times), "more": more}
         more["own_step_s"] = total_s / len(times)
-        updates = self._engine.step - self._first if self._family == "ps" else len(times)
+        updates = self._engine.step - self._first if self._mode == "ps" else len(times)
         return {"step_s": total_s / max(1, updates), "more": more}
+
+
+def _warm_up(step: Callable[[], None], hvd: Any, optimizer: Any, variant: Variant, job: Job) -> None:
+    """Make the steps before those that count.
+
+    Raises:
+        RuntimeError: The mode did not come into force.
+    """
+    if variant.ours:
+        plan = parse_mode(job.mode, int(hvd.size()))
+        if plan is not None:
+            await_mode(step, optimizer._star.core.driver.engine, plan)
+        for _ in range(0 if plan is not None else _STEPS_OF_AUTO):
+            step()
+    for _ in range(max(job.warm, variant.least_warm)):
+        step()
 
 
 def train(variant: Variant, job: Job) -> tuple[dict[str, Any], int]:
@@ -180,7 +192,8 @@ def train(variant: Variant, job: Job) -> tuple[dict[str, Any], int]:
     x = torch.randn(BATCH, net[0].in_features, generator=generator)
     share = 1.0 / job.layers
     device_time = DeviceTime(fixed_s=job.compute_s, per_sample_s=0.0)
-    clock = _Clock(optimizer._star.core.driver.engine if variant.ours else None, job)
+    engine = optimizer._star.core.driver.engine if variant.ours else None
+    clock = _Clock(engine, parse_mode(job.mode, int(hvd.size())))
 
     def step() -> None:
         optimizer.zero_grad()
@@ -189,12 +202,7 @@ def train(variant: Variant, job: Job) -> tuple[dict[str, Any], int]:
         clock.step()
 
     with LayerClock(net, SleepDevice(), device_time, {layer: share for layer in net}):
-        for _ in range(_MOST_STEPS_IN_SYNC):
-            if not clock.waits:
-                break
-            step()
-        for _ in range(max(job.warm, variant.least_warm)):
-            step()
+        _warm_up(step, hvd, optimizer, variant, job)
         clock.begin()
         for _ in range(job.steps):
             step()
