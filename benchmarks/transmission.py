@@ -194,7 +194,7 @@ def _run(network: Network, variant: str, job: Job, args: argparse.Namespace) -> 
         command = netns_command(
             run_dir / "hosts.json", "benchmarks.workers.transmission", str(out), variant, json.dumps(job.to_dict())
         )
-        steps = max(job.warm, VARIANTS[variant].least_warm) + job.steps
+        steps = 2 * job.warm + max(VARIANTS[variant].least_warm, VARIANTS[variant].longest_warm) + job.steps
         longest_s = 4.0 * steps * (job.compute_s + link_s(job.mbytes, args.least_mbit, args.ranks))
         deadline_s = _STARTUP_S + longest_s
         run_job(

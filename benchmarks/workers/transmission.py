@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.lab.spec import write_json
 from benchmarks.machine.device import DeviceTime, LayerClock, SleepDevice
-from benchmarks.workers.warm_up import await_mode
+from benchmarks.workers.warm_up import await_mode, await_trials
 from scheduler.records import Plan, parse_mode
 
 __all__ = ["VARIANTS", "Job", "Variant", "main", "network_of"]
@@ -65,7 +65,8 @@ class Variant:
         environment: Environment variables of its job.
         modes: The modes it exists in, by their names without arguments, None for all.
         shares_hosts: Whether it makes sense only where ranks share hosts.
-        least_warm: Minimum number of steps before those that count: until a trial is over.
+        least_warm: Minimum number of steps before those that count: until a trial that is decided early is over.
+        longest_warm: Steps until the longest trial is over; 0 if nothing is tried.
     """
 
     ours: bool
@@ -74,22 +75,25 @@ class Variant:
     modes: tuple[str, ...] | None = None
     shares_hosts: bool = False
     least_warm: int = 0
+    longest_warm: int = 0
 
 
 VARIANTS: dict[str, Variant] = {
     "horovod": Variant(ours=False),
     "horovod-fp16": Variant(ours=False, options={"fp16": True}),
     "star": Variant(ours=True),
-    "overlap-auto": Variant(ours=True, options={"overlap": "auto"}, modes=("sync",), least_warm=172),
+    "overlap-auto": Variant(ours=True, options={"overlap": "auto"}, modes=("sync",), least_warm=172, longest_warm=400),
     "overlap": Variant(ours=True, options={"overlap": True}, modes=("sync",), least_warm=66),
     "hierarchical": Variant(
         ours=True, environment={"HOROVOD_HIERARCHICAL_ALLREDUCE": "1"}, modes=("sync",), shares_hosts=True
     ),
-    "compression-auto": Variant(ours=True, options={"compression": "auto"}, modes=("sync",), least_warm=28),
+    "compression-auto": Variant(
+        ours=True, options={"compression": "auto"}, modes=("sync",), least_warm=28, longest_warm=144
+    ),
     "default": Variant(ours=True, options={"background": None}, modes=("ps",)),
     "background": Variant(ours=True, options={"background": True}, modes=("ps", "local")),
     "background-auto": Variant(
-        ours=True, options={"background": True, "compression": "auto"}, modes=("ps",), least_warm=108
+        ours=True, options={"background": True, "compression": "auto"}, modes=("ps",), least_warm=108, longest_warm=320
     ),
 }
 
@@ -169,7 +173,7 @@ def _warm_up(step: Callable[[], None], hvd: Any, optimizer: Any, variant: Varian
     """Make the steps before those that count.
 
     Raises:
-        RuntimeError: The mode did not come into force.
+        RuntimeError: The mode did not come into force, or a trial did not end.
     """
     if variant.ours:
         plan = parse_mode(job.mode, int(hvd.size()))
@@ -177,8 +181,18 @@ def _warm_up(step: Callable[[], None], hvd: Any, optimizer: Any, variant: Varian
             await_mode(step, optimizer._star.core.driver.engine, plan)
         for _ in range(0 if plan is not None else _STEPS_OF_AUTO):
             step()
-    for _ in range(max(job.warm, variant.least_warm)):
+    warm = max(job.warm, variant.least_warm)
+    for _ in range(warm):
         step()
+    if variant.longest_warm:
+        most = max(0, variant.longest_warm - warm)
+        await_trials(step, lambda: _decided(optimizer, variant), hvd.allgather_object, most, job.warm)
+
+
+def _decided(optimizer: Any, variant: Variant) -> bool:
+    """Whether what this rank finds out by trial is known."""
+    core = optimizer._star.core
+    return bool(core.driver.overlapped.decided if "overlap" in variant.options else core.wire.decided)
 
 
 def train(variant: Variant, job: Job) -> tuple[dict[str, Any], int]:
@@ -207,6 +221,8 @@ def train(variant: Variant, job: Job) -> tuple[dict[str, Any], int]:
         for _ in range(job.steps):
             step()
         found = clock.found()
+        if variant.longest_warm:
+            found["more"]["decided"] = _decided(optimizer, variant)
         if variant.options.get("compression") == "auto":
             found["more"]["explain"] = optimizer._star.core.wire.explain()
         net.state_dict()  # With overlap, completes the last step.

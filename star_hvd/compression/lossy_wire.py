@@ -210,6 +210,14 @@ class LossyWire(Wire):
         """
         self.choice.lossiest = LOW_RANK if equal else HALF
 
+    @property
+    def decided(self) -> bool:
+        """Whether the first trial has ended: of this rank's pushes in a mode with servers, else of the form that the
+        leading rank asks for."""
+        if self._to_servers is not None:
+            return self._to_servers.switch.decided
+        return not self._leads or bool(self.choice.reason)
+
     def explain(self) -> str:
         found = f"gradients travel as {self.forbidden or self._explain_form()}"
         if self.choice.lossiest < LOW_RANK and not self.forbidden:

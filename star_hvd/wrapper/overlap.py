@@ -184,6 +184,11 @@ class Overlap:
         return "; ".join(part for part in (self._sizes.describe(), trial) if part)
 
     @property
+    def decided(self) -> bool:
+        """Whether all trials have ended: of the sizes, and of overlap itself."""
+        return self._sizes.decided and (self._trial is None or self._trial.decided)
+
+    @property
     def pending(self) -> bool:
         """Whether a step is submitted that has not ended yet."""
         return self._pending is not None and not self._left_behind()

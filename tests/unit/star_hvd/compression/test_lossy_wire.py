@@ -329,14 +329,19 @@ def test_the_form_is_logged_and_explained_as_the_rank_that_leads_has_decided(
     made.choice, made.leader = Decides(), 1
     made.restart()
     assert ("rank 1 asks" in made.explain()) == (rank == 0)
+    assert made.decided == (rank == 0), "a rank that follows decides nothing"
     with caplog.at_level("INFO", logger="star_hvd"):
         for _ in range(2):
             made.arrived()
             made.ended(HALF)
     assert ("decided here" in caplog.text) == (rank == 1)
-    assert ("decided here" if rank == 1 else "fp16, as rank 1 asks") in made.explain()
+    assert ("decided here" if rank == 1 else "fp16, as rank 1 asks") in made.explain() and made.decided
     made.restart()  # Another plan.
     assert "decided here" not in made.explain() and "fp16" not in made.explain()
+    pushes = made.server_pushes()
+    assert not made.decided, "each rank tries its own pushes"
+    pushes.switch.decided = True
+    assert made.decided
 
 
 def test_the_first_member_leads_its_subgroup() -> None:
