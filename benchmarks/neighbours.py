@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import random
 import statistics
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from benchmarks.lab.launch import JobFailed, horovodrun_command, run_job
 from benchmarks.lab.spec import write_json
 from benchmarks.machine.quota import QuotaError, find_cpu_group
 
-__all__ = ["Phase", "busy_load", "containers", "halves", "main", "median_in", "ratios"]
+__all__ = ["Phase", "busy_load", "checked_ratios", "containers", "halves", "main", "median_in", "ratios"]
 
 _LIMIT = 1.05
 _HOSTS = ("127.0.0.1", "127.0.0.2")
@@ -43,6 +44,7 @@ _SETTLE_S = 6.0  # Until the load shows in the readings, which are taken once pe
 _QUOTA_CORES, _BURNERS, _PERIOD_S = 1.0, 2, 0.1  # A host's quota, its load processes, the quota's period.
 _PHASES = ("sync", "placed", "forced")
 _DEVICE_S = 0.02  # Emulated device time of a step of the job with servers.
+_WARM_STEPS = 8  # Of the job beside the servers, before these start.
 _WAIT_S = 90.0  # For servers to come into force on a heavily loaded machine.
 _EXIT_FAILED, _EXIT_INVALID, _EXIT_SKIPPED = 1, 2, 77
 _LEAST = (("total", 1), ("jobs", 1), ("turns", 1), ("phase_s", 0.1), ("width", 1), ("work", 0), ("deadline_s", 1))
@@ -258,6 +260,8 @@ def _steady(args: argparse.Namespace) -> None:
             x = torch.tanh(x @ x)
         job.step(0.0)
         ends_s.append(time.monotonic())
+        if len(ends_s) == _WARM_STEPS and hvd.rank() == 0:
+            args.worker.with_suffix(".begun").touch()
         if len(ends_s) % 8 == 0 and hvd.broadcast_object(args.worker.with_suffix(".stop").exists(), root_rank=0):
             break
     if hvd.rank() == 0:
@@ -293,19 +297,52 @@ def _measure_busy(args: argparse.Namespace) -> dict[str, Any]:
     return {"trials": trials, "avoided": right, "of": len(trials)}
 
 
+def checked_ratios(ends_s: Sequence[float], guest: Mapping[str, Any]) -> dict[str, list[float]]:
+    """Return `ratios`, if all of them are of servers beside a job that makes steps.
+
+    Args:
+        ends_s: When the other job's steps ended.
+        guest: What the job with servers wrote: `phases`, and `servers` of each by its name.
+
+    Raises:
+        JobFailed: Servers were not in force in a phase, or the other job made too few steps in one.
+    """
+    for name, found in guest["servers"].items():
+        if name != "sync" and (missing := sum(not one["ranks"] for one in found)):
+            raise JobFailed(f"no servers came into force in {missing} of {len(found)} phases '{name}'")
+    values = ratios(ends_s, guest["phases"])
+    for name, found in values.items():
+        if not all(map(math.isfinite, found)):
+            raise JobFailed(f"the other job made too few steps to compare phases '{name}': {found}; raise --phase-s")
+    return values
+
+
+def _await_steps(steady: Path, thread: threading.Thread, deadline_s: float) -> None:
+    """Wait until the steady job makes steps, or has failed."""
+    limit_s = time.monotonic() + deadline_s
+    while thread.is_alive() and not steady.with_suffix(".begun").exists():
+        if time.monotonic() > limit_s:
+            raise JobFailed(f"the job beside the servers made no step in {deadline_s:g} s")
+        time.sleep(0.1)
+
+
 def _measure_neighbour(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="neighbours-") as folder:
         steady, failed = Path(folder) / "steady.json", []
+        longer = argparse.Namespace(**{**vars(args), "deadline_s": 2.0 * args.deadline_s})  # It starts first.
 
         def run() -> None:
             try:
-                _run("steady", 2, steady, args)
+                _run("steady", 2, steady, longer)
             except JobFailed as error:
                 failed.append(error)
 
         thread = threading.Thread(target=run)
         thread.start()
         try:
+            _await_steps(steady, thread, args.deadline_s)
+            if failed:
+                raise failed[0]
             guest = _run("guest", 4, Path(folder) / "guest.json", args)
         finally:
             steady.with_suffix(".stop").touch()
@@ -313,7 +350,7 @@ def _measure_neighbour(args: argparse.Namespace) -> dict[str, Any]:
         if failed:
             raise failed[0]
         ends_s = json.loads(steady.read_text(encoding="utf-8"))["ends_s"]
-    found = ratios(ends_s, guest["phases"])
+    found = checked_ratios(ends_s, guest)
     steps = {name: median_in(ends_s, begin, end) for name, begin, end in guest["phases"]}
     return {"ratios": found, "ratio": {name: statistics.median(values) for name, values in found.items()},
             "step_s": steps, "servers": guest["servers"]}  # fmt: skip
