@@ -10,7 +10,10 @@ from typing import Any
 from scheduler.plan.plan import Plan, PlanError
 from scheduler.plan.transmission import Transmission
 
-__all__ = ["NAMED", "NOT_LOCAL", "parse_again", "parse_mode", "suits_some_world"]
+__all__ = [
+    "MAY_WAIT", "NAMED", "NOT_LOCAL", "NOT_SERVERS", "ONLY_EXACT", "crossing", "parse_again", "parse_mode",
+    "suits_some_world",
+]  # fmt: skip
 
 _EXPECTED = (
     "'auto', 'sync', 'sync(balanced)', 'sync(24,12,16,24)', 'sync(steal)', 'partial', 'partial(m)', 'subgroup(0,1,2)', "
@@ -20,6 +23,18 @@ _EXPECTED = (
 NOT_LOCAL = (
     "local needs a program with one optimizer: with several, ranks would wait for each other crosswise, each in the "
     "averaging of another one; ask for sync, partial or auto instead, or put all parameters into one optimizer"
+)
+NOT_SERVERS = (
+    "it needs a program with one optimizer: with several, a rank at the servers may wait for pushes of ranks that wait "
+    "for it in another one; ask for sync, partial, ps(1) or auto instead, or put all parameters into one optimizer"
+)
+ONLY_EXACT = (
+    "a program with several optimizers trains in exact modes: ranks that make other steps of one of them would wait "
+    "for each other in another one"
+)
+MAY_WAIT = (
+    "the program has several optimizers: all of them must be stepped equally often, and a later return to sync may "
+    "wait for ranks that are at other steps by then; ask for sync or auto to be safe"
 )
 _NAME = re.compile(r"([a-z]+)(?:\(([^()]*)\))?")
 _BACKGROUND = re.compile(r"(?:.*,)?background")
@@ -103,6 +118,31 @@ def parse_again(mode: str | Plan, plan: Plan, world_size: int, **fields: Any) ->
     made_again = parse_mode(mode, world_size, **fields)
     assert made_again is not None
     return made_again
+
+
+def crossing(plan: Plan, *, auto: bool = False) -> str:
+    """Return why ranks would wait for each other crosswise under a plan in a program with several optimizers.
+
+    In `local`, how many steps of the program lie between two averagings of an optimizer depends on the rank, and so
+    does their order among the steps of the others: one rank blocks in an averaging that another one only reaches after
+    a step for which it waits. At servers a late push waits for further ones (`ps(x)`, `grace`), and a rank that is
+    ahead for slower ones (`ssp`), which may wait for it in another optimizer. No rank is inactive meanwhile, so none is
+    helped or excused.
+
+    Args:
+        plan: The plan of one of the optimizers.
+        auto: Whether `auto` chose it. A rank that misses steps, or makes further ones, has made fewer or more passes of
+            its loop than the others at the same step, and would wait for ever for these after a return to `sync`.
+
+    Returns:
+        A clause for the user, empty if the plan is possible.
+    """
+    if auto and plan.relaxed:
+        return ONLY_EXACT
+    if plan.mode == "local":
+        return NOT_LOCAL
+    awaits_others = plan.rule in ("grace", "ssp") or (plan.rule == "x" and 1 < plan.quorum < plan.world_size)
+    return NOT_SERVERS if plan.mode == "ps" and awaits_others else ""
 
 
 def suits_some_world(mode: str | Plan) -> bool:

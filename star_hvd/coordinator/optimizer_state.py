@@ -17,7 +17,7 @@ from scheduler.diagnosis.noise_scale import NoiseScale
 from scheduler.diagnosis.stragglers import Straggler, find_stragglers
 from scheduler.diagnosis.window_stats import OVERSUBSCRIBED, Readings
 from scheduler.plan.completion import groups_gain, resolve
-from scheduler.plan.mode_names import NOT_LOCAL
+from scheduler.plan.mode_names import MAY_WAIT, ONLY_EXACT, crossing
 from scheduler.policy.candidates import same_plan
 from scheduler.policy.cost_policy import Ranker
 from scheduler.policy.switch_outcome import SwitchOutcome
@@ -59,7 +59,6 @@ _OUTCOMES = 256  # Outcomes of switches kept for the report and the run log.
 _MAX_UNLOGGED_PREDICTIONS = 64  # Plans whose predictions are kept for the log.
 _SOONER = 0.25  # Part of `decide_interval_s` after which slow reports may trigger the next window.
 _SHARES = "; now "
-_AVERAGES = frozenset(("local",))  # Modes whose averagings are at other places in the program on each rank.
 _EXACT = frozenset(("sync",))  # It includes `sync(balanced)` and `sync(steal)`.
 _FED_BY = 8  # Steps after which a loader of `shard` is known if there is one.
 _REGROUP_AFTER = 20  # Consecutive decisions that prefer the same other groups before these are formed.
@@ -121,9 +120,9 @@ class OptimizerState:
         self.short_passes: set[int] = set()
         self.microbatch_fixed_part = math.nan  # See `MicrobatchService.fixed_part`.
         self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
-        self.several = False  # Whether the program has other optimizers; then none may be in `local`.
+        self.several = False  # Whether the program has other optimizers, which bars some modes (`crossing`).
         self.exact = False  # Whether `auto` may choose only modes that do not change the mathematics.
-        self._noted_crossing = ""  # The plan that was last logged not to be possible beside other optimizers.
+        self._noted_crossing = ""  # What was last logged about modes beside other optimizers.
         self._wanted_failed = ""  # Why the mode that the user asked for could not be prepared when it was last tried.
         self.no_loader_reason = ""  # Why the batch shares or the stealing that the user asked for are not possible.
         self.dropped: dict[int, OptimizerDropped] = {}  # Latest message of ranks that dropped the optimizer.
@@ -198,7 +197,7 @@ class OptimizerState:
             return
         if self._wanted is not None and (self._wanted.uneven or self._wanted.steal):
             self._retry_wanted(now_s)
-        elif self.choice is None or self._may_relax or self.equal_batches:
+        elif self.choice is None or self._might_relax or self.equal_batches:
             return
         elif self.microbatches:
             if not self.short_passes:
@@ -278,8 +277,8 @@ class OptimizerState:
 
     def publish(self, plan: Plan, now_s: float) -> None:
         """Send a plan to all ranks, which switch to it at a common step once all have prepared it."""
-        if self._crosses(plan):
-            self._note_crossing(plan)
+        if crosses := self._crossing(plan):
+            self._note_crossing(plan.label, crosses)
             return
         try:
             plan = self._resolve(plan)
@@ -416,6 +415,7 @@ class OptimizerState:
         if self._switch is not None and self._switch.overdue(self.rule.step, now_s):
             missed = "some rank did not switch to it" if self._switch.prepared else "not all ranks prepared it"
             self._block_mode(f"{missed} within {self._config.plan_deadline_s:g} s", now_s)
+        self._note_others()
         self._maybe_return_to_sync(now_s)
         if self._restarting and self._switch is None:
             self._restarting = self.active.family in ("ps", "grouped")
@@ -437,8 +437,6 @@ class OptimizerState:
             now_s: Current time, needed if the policy measures the outcome of a switch with this window.
         """
         possible = frozenset(MODES) if self._may_relax else _EXACT
-        if self.several:
-            possible = possible.difference(_AVERAGES)
         return Window(
             step=self.rule.step,
             ranks=self.history.table(
@@ -481,12 +479,14 @@ class OptimizerState:
     def explain(self) -> str:
         """Explain in one sentence why the active plan is active."""
         chosen = self.choice.explain() if self.choice is not None and not self._is_bound else ""
-        refused = f"; only exact modes: {self.refused}" if self.refused is not None else ""
-        return f"{chosen}{refused}" if chosen else self._plain_reason()
+        only_exact = self.refused or (ONLY_EXACT if self._gave_up_relaxed else "")
+        return f"{chosen}; only exact modes: {only_exact}" if chosen and only_exact else chosen or self._plain_reason()
 
     def _plain_reason(self) -> str:
-        crossing = NOT_LOCAL if self._wanted is not None and self._crosses(self._wanted) else ""
-        hindrance = self.no_loader_reason or self.refused or crossing or self._wanted_failed
+        crosses = self._crossing(self._wanted) if self._wanted is not None else ""
+        if self._gave_up_relaxed:
+            crosses = ONLY_EXACT
+        hindrance = self.no_loader_reason or self.refused or crosses or self._wanted_failed
         if hindrance and self.active.plain:
             return f"{self.active.label}: {hindrance}"
         return f"{self.active.label}: {self.active.reason or 'asked for'}"
@@ -517,29 +517,44 @@ class OptimizerState:
             self.world_size, damping=self.active.damping, max_staleness=self.active.max_staleness, reason=reason
         )
 
-    def _crosses(self, plan: Plan) -> bool:
-        """Whether ranks would wait for each other crosswise under a plan, since the program has several optimizers.
+    def _crossing(self, plan: Plan) -> str:
+        """Return why a plan is not possible beside other optimizers, empty if it is or if there are none."""
+        return crossing(plan, auto=self.choice is not None) if self.several else ""
 
-        How many steps of the program lie between two averagings of an optimizer depends on the rank (on its time, on
-        the steps that it missed before, on averagings of its helper), and so does their order among the steps of the
-        others. One rank then blocks in an averaging that another one only reaches after a step for which it waits.
-        """
-        return self.several and plan.mode in _AVERAGES
+    @property
+    def _gave_up_relaxed(self) -> bool:
+        """Whether `auto` is confined to exact modes because the program has several optimizers, and only for that."""
+        return self.several and self.choice is not None and self._might_relax
 
-    def _note_crossing(self, plan: Plan) -> None:
-        if self._noted_crossing != plan.label:
-            self._noted_crossing = plan.label
-            logger.warning("optimizer %d: %s is not possible: %s", self.optimizer_id, plan.label, NOT_LOCAL)
+    def _note_crossing(self, label: str, reason: str) -> None:
+        if self._noted_crossing != label:
+            self._noted_crossing = label
+            logger.warning("optimizer %d: %s is not possible: %s", self.optimizer_id, label, reason)
+
+    def _note_others(self) -> None:
+        """Tell the user, once, what the program's other optimizers mean for the modes of this one."""
+        wanted = self._wanted
+        if self._gave_up_relaxed and not self._noted_crossing:
+            self._noted_crossing = "auto"
+            logger.warning("optimizer %d: %s", self.optimizer_id, ONLY_EXACT)
+            return
+        if not self.several or wanted is None or not wanted.relaxed or self._crossing(wanted):
+            return
+        if self._noted_crossing != wanted.label:
+            self._noted_crossing = wanted.label
+            logger.warning("optimizer %d: %s: %s", self.optimizer_id, wanted.label, MAY_WAIT)
 
     def _maybe_return_to_sync(self, now_s: float) -> None:
-        """Return to `sync` if a rank cannot run the active mode, which became active before that was known."""
-        if self._switch is not None and self._crosses(self._switch.plan) and not self._switch.irrevocable:
-            self._note_crossing(self._switch.plan)
-            self._abandon(NOT_LOCAL)
+        """Return to `sync` if the active mode is not possible, on a rank or at all, which was not known before."""
+        if self._switch is not None and not self._switch.irrevocable:
+            coming = self._switch.plan
+            if crosses := self._crossing(coming):
+                self._note_crossing(coming.label, crosses)
+                self._abandon(crosses)
         if self._switch is not None:
             return
-        if self._crosses(self.active):
-            self.publish(self._sync(NOT_LOCAL), now_s)
+        if crosses := self._crossing(self.active):
+            self.publish(self._sync(crosses), now_s)
             return
         if self.refused is not None and self.active.relaxed:
             self.publish(self._sync(f"rank {self._refused_by}: {self.refused}"), now_s)
@@ -638,6 +653,11 @@ class OptimizerState:
     @property
     def _may_relax(self) -> bool:
         """Whether `auto` may choose modes that change the mathematics."""
+        return self._might_relax and not self.several
+
+    @property
+    def _might_relax(self) -> bool:
+        """Whether it may if this is the program's only optimizer."""
         return not (self.exact or self.microbatches or self.refused is not None)
 
     @property
@@ -671,8 +691,8 @@ class OptimizerState:
             return
         if self.refused is not None and wanted.relaxed:
             return
-        if self._crosses(wanted):
-            self._note_crossing(wanted)
+        if crosses := self._crossing(wanted):
+            self._note_crossing(wanted.label, crosses)
             return
         if self.equal_batches and (wanted.uneven or wanted.steal):  # Another optimizer needs equal batches.
             self.no_loader_reason = self.equal_batches

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from scheduler.plan.mode_names import NOT_LOCAL
+from scheduler.plan.mode_names import crossing
 from scheduler.records import Plan
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.base import Send
@@ -89,6 +89,7 @@ class StepDriver:
         hold_gradients: Prepares for the repetition; returns the parameters that keep the batch's gradient.
         equal_batches: Why batches that differ between ranks are refused, empty if they are not.
         others: Returns whether the program has other optimizers on this rank.
+        auto: Whether the coordinator chooses the mode.
         overlapped: Its overlapped steps, if it has any.
         asks_overlap: Whether the program asks for them.
         no_overlap: Why it cannot have any, whether or not they were asked for; empty if nothing is known against them.
@@ -133,6 +134,7 @@ class StepDriver:
         self._own_work = OwnWork(self.timer, self.reporter, config.step_deadline_s)
         self.equal_batches = ""
         self.others: Callable[[], bool] = lambda: False
+        self.auto = False
         self.loads_state = self.broadcasts = False
         self._helper = Helper(number, send, config.step_deadline_s, self._leave)
         self.engine: StepEngine
@@ -656,20 +658,20 @@ class StepDriver:
 
     def _offer(self, plan: Plan) -> None:
         unsuited = self.engine.unsuited(plan)
-        if unsuited is None and plan.mode == "local" and self.others():
-            unsuited = NOT_LOCAL
+        if unsuited is None and self.others():
+            unsuited = crossing(plan, auto=self.auto) or None
         if unsuited is not None:
             self._report_prepared(plan, unsuited)
             return
         self.switcher.offer(plan)
         if self.others():  # Another one may have been made just now, by the training thread.
-            self.refuse_local()
+            self.refuse_crossing()
 
-    def refuse_local(self) -> None:
-        """Take back this rank's consent to a coming `local`, as the program has another optimizer now."""
+    def refuse_crossing(self) -> None:
+        """Take back this rank's consent to a coming plan that is not possible beside another optimizer, made now."""
         with self.engine.lock:
             prepared = self.engine.agreement.prepared
-        if prepared is not None and prepared.mode == "local":
+        if prepared is not None and crossing(prepared, auto=self.auto):
             self.switcher.abandon(prepared.plan_id)
 
     def _report_prepared(self, plan: Plan, reason: str | None) -> None:

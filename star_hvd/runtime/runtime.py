@@ -330,6 +330,7 @@ class Runtime:
         driver.others = lambda: any(
             other is not driver and not other.dropped for other in list(self.drivers.values())
         )
+        driver.auto = plan is None
         if plan is not None:
             self.asked.add(driver.number, plan)
         driver.start(engine, self.services)

@@ -844,8 +844,8 @@ def _beside_others(run: runtime.Runtime) -> Iterator[None]:
     with run.meeting("another optimizer") if relaxed else nullcontext():
         yield
         for driver in others:
-            driver.refuse_local()
-        if relaxed:  # Until all ranks have refused, none may make a step: at its end `local` could come into force.
+            driver.refuse_crossing()
+        if relaxed:  # Until all ranks have refused, none may make a step: at its end the plan could come into force.
             run.client.await_all("another optimizer", run.config.step_deadline_s)
     for driver in others:
         driver.leave_local()

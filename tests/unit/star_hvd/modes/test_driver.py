@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from scheduler.plan.mode_names import NOT_LOCAL
+from scheduler.plan.mode_names import NOT_LOCAL, ONLY_EXACT
 from scheduler.records import Plan
 from star_hvd.channel.messages.base import Arrive, HeaderNote, PlanMessage
 from star_hvd.config import Config
@@ -180,3 +180,8 @@ def test_local_is_refused_beside_another_optimizer_also_one_made_while_the_plan_
     agreement.prepared = partial
     made.on_message(PlanMessage(0, partial.to_dict()))
     assert taken[-1] == partial
+    made.auto = True  # The coordinator chose it before it knew of the other optimizer.
+    made.on_message(PlanMessage(0, partial.to_dict()))
+    assert (sent[-1].plan_id, sent[-1].reason) == (6, ONLY_EXACT)
+    made.refuse_crossing()
+    assert taken[-1] == 6
