@@ -85,6 +85,10 @@ class ClosingRule:
         grace_fraction: Least grace, as a fraction of the usual compute time.
         grace_mads: Median absolute deviations of the arrival offsets covered by the grace.
         quorum_deadline_s: Time after the first arrival at which a relaxed step closes even without its quorum.
+
+    Attributes:
+        several: Whether the program has other optimizers: a missing rank may wait in one of them for the ranks that
+            have arrived here, so that the quorum is not to be had, if they are not stepped equally often.
     """
 
     def __init__(
@@ -99,6 +103,7 @@ class ClosingRule:
         self.step = 0
         self._grace = Grace(grace_fraction, grace_mads)
         self._quorum_deadline_s = quorum_deadline_s
+        self.several = False
         self._ranks = [_Rank() for _ in range(plan.world_size)]
         self._ready: dict[int, float] = {}
         self._first_s = 0.0  # When the first of them arrived.
@@ -268,9 +273,27 @@ class ClosingRule:
         if not self.plan.may_close:
             return None, None
         deadline_s = self._first_s + self._quorum_deadline_s
+        if self.several:
+            deadline_s = min(deadline_s, self._all_expected_s() + self.grace_s())
         if now_s >= deadline_s:
             return self._close("deadline"), None
         return None, deadline_s
+
+    def _all_expected_s(self) -> float:
+        """Time by which every missing active rank should arrive unless it waits elsewhere, infinite if unknown.
+
+        Not before a whole compute time after the first arrival: ranks may have begun after a step of another optimizer.
+        """
+        expected_s = self._first_s
+        for rank in set(self.missing) - self._inactive:
+            state = self._ranks[rank]
+            own_s, usual_s = state.expected_s(), state.usual_s()
+            if own_s is None or usual_s is None:
+                return math.inf
+            # A rank that is behind computes for an ended step, and then for this one.
+            due_s = max(own_s, self._first_s + usual_s) + (usual_s if state.step < self.step else 0.0)
+            expected_s = max(expected_s, due_s)
+        return expected_s
 
     def _close(self, reason: str) -> Close:
         self._closed = True

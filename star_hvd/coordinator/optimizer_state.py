@@ -407,6 +407,7 @@ class OptimizerState:
     def tick(self, now_s: float) -> float:
         """Act on what is due; return the latest time for the next call."""
         wake_s = now_s + 1.0
+        self.rule.several = self.several
         order, again_s = self.rule.evaluate(now_s)
         if order is not None:
             self._close(order, now_s)

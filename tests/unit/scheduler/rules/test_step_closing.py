@@ -164,6 +164,36 @@ def test_without_a_quorum_a_relaxed_step_closes_at_the_deadline() -> None:
     assert order is not None and order.reason == "deadline" and order.missing == (0, 2, 3)
 
 
+def test_beside_another_optimizer_a_quorum_is_awaited_only_while_ranks_should_arrive() -> None:
+    """They may wait there for the ranks that have arrived here, as with two steps of one to each of the other."""
+    subject = rule(4, 3, quorum_deadline_s=60.0)
+    drive(subject, steps_of_equal_ranks(4, 3, 0.0, 0))  # Each takes 0.1 s; the last step ends at 0.3 s.
+    subject.several = True
+    subject.arrive(1, 3, COMPUTE_S, 0.4)
+    assert subject.evaluate(0.4) == (None, pytest.approx(0.5 + subject.grace_s()))
+    subject.join(2, 3, 0.45)  # It began later, so it should arrive later.
+    order, again_s = subject.evaluate(0.5 + subject.grace_s())
+    assert order is None and again_s == pytest.approx(0.55 + subject.grace_s())
+    subject.deactivate(2)
+    order, _ = subject.evaluate(0.5 + subject.grace_s() + 1e-6)
+    assert order is not None and order.reason == "deadline" and order.missing == (0, 2, 3)
+
+
+def test_beside_another_optimizer_ranks_that_are_behind_have_the_time_for_both_steps() -> None:
+    subject = rule(3, 2, quorum_deadline_s=60.0)
+    drive(subject, [*steps_of_equal_ranks(3, 2, 0.0, 0), (0.3, 0, 2, COMPUTE_S), (0.3, 1, 2, COMPUTE_S)])
+    subject.several = True
+    subject.arrive(0, 3, COMPUTE_S, 0.4)  # Rank 2 has missed step 2, and rank 1 waits elsewhere.
+    assert subject.evaluate(0.45) == (None, pytest.approx(0.6 + subject.grace_s()))
+
+
+def test_beside_another_optimizer_ranks_of_unknown_speed_have_the_whole_deadline() -> None:
+    subject = rule(4, 3, quorum_deadline_s=5.0)
+    subject.several = True
+    subject.arrive(1, 0, COMPUTE_S, 10.0)
+    assert subject.evaluate(14.0) == (None, 15.0)
+
+
 def test_reports_that_are_late_or_twice_change_nothing_but_the_speed() -> None:
     subject = rule(3, 2)
     for rank in (0, 1):
