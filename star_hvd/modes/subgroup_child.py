@@ -166,13 +166,21 @@ class ChildSteps:
             self._engine.not_taken(unsent.weight, unsent.count)
 
     def _newest(self, min_step: int) -> Snapshot | None:
-        return StateSources(parent=Parent(self._link, state_too=False)).find(min_step, _PATIENCE_S, self._wanted)
+        snapshot = StateSources(parent=Parent(self._link, state_too=False)).find(min_step, _PATIENCE_S, self._wanted)
+        return self._newer() if snapshot is None and self._wanted() else snapshot
 
     def _receive(self, min_step: int, patience_s: float, *, awaited: bool = False) -> None:
         parent = Parent(self._link, state_too=False, awaited=awaited)
         snapshot = StateSources(parent=parent).find(min_step, patience_s, self._wanted)
         self._answered = snapshot is not None
-        self._load(snapshot)
+        self._load(self._newer() if snapshot is None and self._wanted() else snapshot)
+
+    def _newer(self) -> Snapshot | None:
+        """Ask once for any newer parameters: a parent that waits elsewhere may not get to the awaited step.
+
+        With several optimizers it may wait there for this rank, which would train with its old parameters for ever.
+        """
+        return self._link.state(self._engine.step + 1, state_too=False)
 
     def _load(self, snapshot: Snapshot | None) -> None:
         if snapshot is not None and not self.over:
