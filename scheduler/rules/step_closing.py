@@ -89,6 +89,8 @@ class ClosingRule:
     Attributes:
         several: Whether the program has other optimizers: a missing rank may wait in one of them for the ranks that
             have arrived here, so that the quorum is not to be had, if they are not stepped equally often.
+        awaits_all: Whether a step waits for every active rank, as in lockstep: a return to `sync` is on its way, for
+            which no rank may miss a step.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class ClosingRule:
         self.step = 0
         self._grace = Grace(grace_fraction, grace_mads)
         self._quorum_deadline_s = quorum_deadline_s
-        self.several = False
+        self.several = self.awaits_all = False
         self._ranks = [_Rank() for _ in range(plan.world_size)]
         self._ready: dict[int, float] = {}
         self._first_s = 0.0  # When the first of them arrived.
@@ -240,16 +242,20 @@ class ClosingRule:
         active = members
         if self._inactive:
             active = tuple(rank for rank in members if rank not in self._inactive or rank in self._ready)
-        needed = min(self.plan.quorum, len(active))
+        needed = len(active) if self.awaits_all else min(self.plan.quorum, len(active))
         if len(self._ready) < needed:
             return self._without_quorum(now_s)
         arrivals = sorted(self._ready.values())
-        if not self.plan.may_close:
+        if not self._may_close:
             return self._without_inactive(arrivals[-1], now_s)
         limit_s = arrivals[needed - 1] + self.grace_s()
         if now_s < limit_s and any(self._worth_waiting(rank, limit_s) for rank in active):
             return None, limit_s
         return self._close("quorum"), None
+
+    @property
+    def _may_close(self) -> bool:
+        return self.plan.may_close and not self.awaits_all
 
     def _worth_waiting(self, rank: int, limit_s: float) -> bool:
         state = self._ranks[rank]
@@ -270,7 +276,7 @@ class ClosingRule:
         return self._close("away"), None
 
     def _without_quorum(self, now_s: float) -> tuple[Close | None, float | None]:
-        if not self.plan.may_close:
+        if not self._may_close:
             return None, None
         deadline_s = self._first_s + self._quorum_deadline_s
         if self.several:

@@ -407,7 +407,7 @@ class OptimizerState:
     def tick(self, now_s: float) -> float:
         """Act on what is due; return the latest time for the next call."""
         wake_s = now_s + 1.0
-        self.rule.several = self.several
+        self.rule.several, self.rule.awaits_all = self.several, bool(self._crossing(self.active))
         order, again_s = self.rule.evaluate(now_s)
         if order is not None:
             self._close(order, now_s)

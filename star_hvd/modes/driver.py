@@ -90,6 +90,7 @@ class StepDriver:
         equal_batches: Why batches that differ between ranks are refused, empty if they are not.
         others: Returns whether the program has other optimizers on this rank.
         auto: Whether the coordinator chooses the mode.
+        makes_room: Whether the program makes another optimizer now: servers are left that are not possible beside it.
         overlapped: Its overlapped steps, if it has any.
         asks_overlap: Whether the program asks for them.
         no_overlap: Why it cannot have any, whether or not they were asked for; empty if nothing is known against them.
@@ -134,7 +135,7 @@ class StepDriver:
         self._own_work = OwnWork(self.timer, self.reporter, config.step_deadline_s)
         self.equal_batches = ""
         self.others: Callable[[], bool] = lambda: False
-        self.auto = False
+        self.auto = self.makes_room = False
         self.loads_state = self.broadcasts = False
         self._helper = Helper(number, send, config.step_deadline_s, self._leave)
         self.engine: StepEngine
@@ -406,6 +407,7 @@ class StepDriver:
         within, wrote, at_servers = self.mid_step(), self._program_wrote(), self.at_servers
         mid_step = within or self._cannot_catch_up
         values = engine.applier.checksum() if wrote and not within else -1
+        crosses = self.makes_room and bool(crossing(engine.plan, auto=self.auto))
         with engine.lock:
             local = engine.plan.mode == "local"
             reduced = engine.taking_part and not local  # Else other ranks know which step is the newest.
@@ -425,7 +427,7 @@ class StepDriver:
                 manual_step=-1 if engine.unreported_manual is None else engine.unreported_manual,
                 at_servers=at_servers,
                 values=values,
-                leaves=at_servers and not within and (self.loads_state or (self.broadcasts and wrote)),
+                leaves=at_servers and not within and (self.loads_state or (self.broadcasts and wrote) or crosses),
             )
 
     def refresh_state(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -835,13 +835,23 @@ def _beside_others(run: runtime.Runtime) -> Iterator[None]:
     """Add an optimizer inside the block, on all ranks at the same place in the program. Collective.
 
     With several, ranks that average after steps of their own would wait for each other crosswise, one for the averaging
-    of this optimizer and one for a step of that one: those in `local` leave it here, and none enters it later.
+    of this optimizer and one for a step of that one: those in `local` leave it here, and none enters it later. So do
+    those at servers that are not possible beside it, where no rank makes a step meanwhile. A return from `partial`
+    comes with the next step, which waits for all active ranks (`ClosingRule.awaits_all`).
     """
     others = [driver for driver in list(run.drivers.values()) if not driver.dropped]
     for driver in others:
         driver.finish_step()  # At its end another plan may come into force.
     relaxed = run.mixed or any(driver.engine.plan.relaxed for driver in others)
-    with run.meeting("another optimizer") if relaxed else nullcontext():
+    with ExitStack() as stack:
+        if relaxed:
+            for driver in others:
+                driver.makes_room = True
+            try:
+                stack.enter_context(run.meeting("another optimizer"))
+            finally:
+                for driver in others:
+                    driver.makes_room = False
         yield
         for driver in others:
             driver.refuse_crossing()

@@ -1,4 +1,7 @@
-"""A loop with two optimizers on ranks of unequal speed, the second made before the first step or in mid-training."""
+"""A loop with two optimizers on ranks of unequal speed, the second made before the first step or in mid-training.
+
+Arguments: the modes of the two, `before` or `later`, and how many steps of the first are made in each pass (1 if none).
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,8 @@ def step(number: int, net: torch.nn.Module, optimizer: Any) -> None:
 
 
 def main() -> None:
-    first, second, when = sys.argv[1:]
+    first, second, when, *more = sys.argv[1:]
+    steps_per_pass = (int(more[0]) if more else 1, 1)
     hvd.init()
     both, alone = [make(first)], ""
     if when == "later":
@@ -38,15 +42,16 @@ def main() -> None:
         while both[0][1].mode == "sync" and time.monotonic() < limit_s:
             step(number, *both[0])
             number += 1
-        for more in range(30):  # Ranks are at different averagings now, the fast one further.
-            step(number + more, *both[0])
+        for further in range(30):  # Ranks are at different steps now, the fast one further.
+            step(number + further, *both[0])
         alone = both[0][1].mode
     both.append(make(second))
     modes = set()
     for number in range(STEPS):
         for index, pair in enumerate(both):
-            modes.add(f"{index} {pair[1].mode}")
-            step(number + index, *pair)
+            for _ in range(steps_per_pass[index]):
+                modes.add(f"{index} {pair[1].mode}")
+                step(number + index, *pair)
     said = hvd.explain()
     weights = [net.weight.tolist() for net, _ in both]
     write_result({"alone": alone, "modes": sorted(modes), "explain": said, "weights": weights})

@@ -194,6 +194,17 @@ def test_beside_another_optimizer_ranks_of_unknown_speed_have_the_whole_deadline
     assert subject.evaluate(14.0) == (None, 15.0)
 
 
+def test_no_step_misses_an_active_rank_while_a_return_to_sync_is_on_its_way() -> None:
+    subject = rule(4, 2, quorum_deadline_s=5.0)
+    subject.awaits_all = True
+    for rank in range(3):
+        subject.arrive(rank, 0, COMPUTE_S, 10.0)
+    assert subject.evaluate(100.0) == (None, None), "neither by quorum nor by deadline"
+    subject.deactivate(3)
+    order, _ = subject.evaluate(100.0)
+    assert order is not None and order.excused == (3,) and order.reason == "away"
+
+
 def test_reports_that_are_late_or_twice_change_nothing_but_the_speed() -> None:
     subject = rule(3, 2)
     for rank in (0, 1):

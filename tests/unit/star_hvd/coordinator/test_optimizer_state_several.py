@@ -87,3 +87,19 @@ def test_other_modes_that_were_asked_for_stay_with_a_warning(mode: str, caplog: 
     assert only(job.register(wanted), m.PlanMessage)
     assert not only(job.register(None, optimizer_id=1) + job.pass_time(20.0), m.Abandon)
     assert job.engine.switching and caplog.text.count(MAY_WAIT) == 1
+
+
+def test_no_step_misses_an_active_rank_once_the_other_optimizer_is_made() -> None:
+    for auto in (True, False):
+        job = Job(3)
+        job.register(None if auto else Plan.partial(3, 2))
+        if auto:
+            job.engine.publish(Plan.partial(3, 2), job.now_s)
+        for rank in range(3):
+            job.arrive(rank, 3, plan_id=1)
+        assert job.engine.active.mode == "partial"
+        job.say(0, m.Register(1, Plan.sync(3).to_dict(), {}))
+        for rank in range(2):
+            job.arrive(rank, 4, plan_id=1)
+        closed = only(job.pass_time(20.0), m.CloseStep)
+        assert not closed if auto else [each.step for each in closed] == [4]
