@@ -4,8 +4,11 @@ A pure state machine: its inputs are pushes, absences and plans, its outputs eve
 and no tensors, so a server process, the simulator and tests run the same rules.
 
 With P_i the pushed sums of weight * gradient and w_i their weights, an update's gradient is
-lr_factor * sum(damping_i * P_i) / sum(w_i). With x = n nothing is stale and lr_factor is 1: the weighted mean, SSGD.
-With x = 1 and `linear` it is P / (w n): the ASGD of STAR, whose server always divides by n (Zhang and Shen 2025).
+sum(damping_i / D * P_i) / sum(w_i), and its learning rate lr_factor * D times the usual one. D is the usual damping: it
+belongs to the learning rate, because optimizers such as Adam divide a constant factor of all gradients out again. What
+remains with the gradient is how much more or less than usual it counts. With x = n nothing is stale, and D and
+lr_factor are 1: the weighted mean, SSGD. With x = 1 and `linear`, SGD subtracts lr * P / (w n): the ASGD of STAR, whose
+server always divides by n (Zhang and Shen 2025).
 """
 
 from __future__ import annotations
@@ -26,6 +29,9 @@ parameters, so noise alone does not reach it."""
 _GUARD_PATIENCE = 3
 """Least number of consecutive rejected pushes before one is accepted (one per rank if there are more): when all pushes
 point against the recent updates, the recent updates are wrong."""
+
+_DAMPING_ROUNDS = 4
+"""The usual damping is a running mean over about as many pushes of every rank."""
 
 _LEAST_WEIGHT = 1e-30
 """An update of less weight counts as zero: the inverse must fit a 32-bit float."""
@@ -60,7 +66,7 @@ class Part:
     Attributes:
         rank: The rank that pushed it.
         step: The rank's own counter.
-        factor: Product of learning-rate rule, damping, guard and 1 / sum of weights.
+        factor: Product of damping (relative to the usual one), guard and 1 / sum of weights.
         staleness: Updates made since the parameters it was computed on.
         damped: Share of the push that damping and guard remove, 0 to 1.
     """
@@ -80,13 +86,16 @@ class Update:
         number: Version before the update.
         parts: Its pushes, in order of arrival.
         release: Ranks that get the new parameters.
-        gradients: Gradients in it (sum of the counts), for logs; the factors include it.
+        gradients: Gradients in it (sum of the counts), for logs; `lr_factor` includes it.
+        lr_factor: Factor on the learning rate in this update: learning-rate rule times usual damping. It is no factor
+            of the gradient, to which Adam would not respond, nor would weight decay.
     """
 
     number: int
     parts: tuple[Part, ...]
     release: tuple[int, ...]
     gradients: int
+    lr_factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +154,7 @@ class ServerRule:
         self._absent: set[int] = set()
         self._last: dict[int, int] = {}
         self._rejects = 0
+        self._usual_damping = 1.0
         self._missed: dict[int, int] = {}  # Rule `grace`: pushes of a rank that were dropped in succession.
         self._parked: set[int] = set()  # Rule `grace`: ranks whose push was dropped.
         self._adopt(plan, plan.world_size, ranks)
@@ -334,11 +344,17 @@ class ServerRule:
     def _update(self, chosen: list[Push], *, release_all: bool = False) -> Update:
         gradients = sum(push.count for push in chosen)
         weight = math.fsum(push.weight for push in chosen)
-        scale = lr_factor(self.plan, gradients) / weight if weight >= _LEAST_WEIGHT else 0.0
+        dampings = [damping(self.plan, self.version - push.version, gradients) for push in chosen]
+        scale = 0.0
+        if weight >= _LEAST_WEIGHT:
+            mean = math.fsum(push.weight * kept for push, kept in zip(chosen, dampings, strict=True)) / weight
+            share = min(1.0, gradients / (_DAMPING_ROUNDS * self.plan.world_size))
+            self._usual_damping += share * (mean - self._usual_damping)
+            scale = 1.0 / (weight * self._usual_damping)
         parts = []
-        for push in chosen:
+        for push, damped in zip(chosen, dampings, strict=True):
+            kept = damped * self._guard(push)
             staleness = self.version - push.version
-            kept = damping(self.plan, staleness, gradients) * self._guard(push)
             parts.append(
                 Part(rank=push.rank, step=push.step, factor=scale * kept, staleness=staleness, damped=1.0 - kept)
             )
@@ -349,7 +365,13 @@ class ServerRule:
             self._missed.pop(push.rank, None)
         released = self._release(release_all)
         self._together = frozenset(released)
-        return Update(number=self.version - 1, parts=tuple(parts), release=released, gradients=gradients)
+        return Update(
+            number=self.version - 1,
+            parts=tuple(parts),
+            release=released,
+            gradients=gradients,
+            lr_factor=lr_factor(self.plan, gradients) * self._usual_damping,
+        )
 
     def _drop(self, push: Push, reason: str) -> Drop:
         self._remove([push])

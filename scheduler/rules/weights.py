@@ -42,7 +42,7 @@ def damped(scale: _Array | float, staleness: _Array | np.float64) -> _Array:
 
 
 def lr_factor(plan: Plan, gradients: int) -> float:
-    """Factor on an update of x = `gradients` gradients: x / n, (1 + phi / n) / (1 + phi / x), or 1."""
+    """Factor on the learning rate in an update of x = `gradients`: x / n, (1 + phi / n) / (1 + phi / x), or 1."""
     if plan.lr_rule == "linear":
         return gradients / plan.world_size
     if plan.lr_rule == "noise":

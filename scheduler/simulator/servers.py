@@ -250,7 +250,7 @@ class Server(Mode):
 
     def _account(self, event: Update, now_s: float) -> None:
         account = self.state.account
-        factor = np.array([part.factor * len(self.pushers[part.rank]) for part in event.parts])
+        factor = event.lr_factor * np.array([part.factor * len(self.pushers[part.rank]) for part in event.parts])
         weight = np.array([float(len(self.pushers[part.rank])) for part in event.parts])
         drift = np.array([self.moved - self.lengths.get(self.base[part.rank], 0.0) for part in event.parts])
         length = float(factor.sum())

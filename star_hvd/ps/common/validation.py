@@ -141,7 +141,9 @@ def check_order(order: Mapping[str, Any], row_size: int) -> None:
 
 
 def _check_update(order: Mapping[str, Any], row_size: int) -> None:
-    row, send = order.get("row"), order.get("send")
+    row, send, lr_factor = order.get("row"), order.get("send"), order.get("lr_factor")
+    if type(lr_factor) is not float or not 0.0 <= lr_factor < math.inf:
+        raise _refuse("an order to update", "lr_factor", lr_factor, "a number from 0")
     if not _is_row(row, row_size):
         raise _refuse("an order to update", "row", row, f"{row_size} numbers or nothing")
     if not isinstance(send, list) or not all(map(_is_push, send)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -89,26 +91,55 @@ class ChunkStore:
             group.update(_own(values[number]))
 
     def apply(
-        self, parts: Sequence[float], buffers: Sequence[torch.Tensor], row: Sequence[float] | None = None
+        self,
+        parts: Sequence[float],
+        buffers: Sequence[torch.Tensor],
+        row: Sequence[float] | None = None,
+        lr_factor: float = 1.0,
     ) -> None:
         """Make one optimizer step with the sum of factor * buffer, summed in the given order; may overwrite buffers.
+
+        The gradient keeps the size that it has in synchronous training, and so does the optimizer's state: a smaller
+        update is made by a smaller learning rate. Adam would divide a factor of all gradients out again, and weight
+        decay would not follow it.
 
         Args:
             parts: The factors.
             buffers: One flat tensor per factor, in the parameters' dtype. If empty, only the version is incremented.
             row: Hyperparameters from this step on.
+            lr_factor: Factor on the learning rates in this step alone; in groups without one, on the gradient.
         """
         self.use_row(row)
         self._invalidate_mirrored()
         if buffers:
             total = self._sum(parts, buffers)
             if self.reference is not None:
-                self.reference.mul_(_MEMORY).add_(total)
+                self.reference.mul_(_MEMORY).add_(total, alpha=lr_factor)
             for param, grad in zip(self._pieces, self._views(total.to(self.params.dtype)), strict=True):
                 param.grad = grad
-            self.optimizer.step()
+            with self._scaled(lr_factor):
+                self.optimizer.step()
             self._gather()
         self.version += 1
+
+    @contextmanager
+    def _scaled(self, lr_factor: float) -> Iterator[None]:
+        """Scale the learning rates inside the block."""
+        before: list[tuple[dict[str, Any], Any, Any]] = []
+        for group in self.optimizer.param_groups if lr_factor != 1.0 else ():
+            lr = group.get("lr")
+            if isinstance(lr, (int, float)) or (isinstance(lr, torch.Tensor) and lr.numel() == 1):
+                group["lr"] = lr * lr_factor
+                before.append((group, lr, group["lr"]))
+            else:
+                for param in group["params"]:
+                    param.grad.mul_(lr_factor)
+        try:
+            yield
+        finally:
+            for group, lr, scaled in before:
+                if group["lr"] is scaled:  # Else the optimizer itself has set another one.
+                    group["lr"] = lr
 
     def _sum(self, factors: Sequence[float], buffers: Sequence[torch.Tensor]) -> torch.Tensor:
         first = buffers[0]

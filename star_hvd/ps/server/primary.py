@@ -415,6 +415,7 @@ class Primary:
                 "op": "update",
                 "version": update.number,
                 "parts": [[part.rank, part.step, part.factor] for part in chosen],
+                "lr_factor": update.lr_factor,
                 "row": memory.row,
                 "send": send,
             }

@@ -334,7 +334,7 @@ class Shard:
             buffers.append(gradient)
         if not any(factors):  # Every rank skipped the step, say. A zero gradient would move momentum and decay weights.
             factors, buffers = [], []
-        store.apply(factors, buffers, order.get("row"))
+        store.apply(factors, buffers, order.get("row"), order["lr_factor"])
         store.seq = order["seq"]
         for rank, step, _ in order["parts"]:
             store.applied[rank] = step

@@ -165,6 +165,7 @@ def _play_rule(data: bytes) -> int:
             assert isinstance(event, (Update, Drop, Release))
             waiting -= set(event.ranks if isinstance(event, Release) else event.release)
             if isinstance(event, Update):
+                assert 0.0 <= event.lr_factor < float("inf")
                 assert all(part.factor == part.factor and abs(part.factor) != float("inf") for part in event.parts)
     return len(said)
 

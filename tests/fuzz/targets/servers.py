@@ -258,7 +258,8 @@ def _orders(draw: random.Random) -> bytes:
         rank = draw.randrange(_WORLD)
         order = draw.choice(
             (
-                {"op": "update", "version": seq - 1, "parts": [[rank, seq, 1.0]], "row": None, "send": [[rank, seq]]},
+                {"op": "update", "version": seq - 1, "parts": [[rank, seq, 1.0]], "lr_factor": 0.5, "row": None,
+                 "send": [[rank, seq]]},
                 {"op": "send", "to": [[rank, seq]]}, {"op": "drop", "rank": rank, "step": seq},
                 {"op": "guard", "on": True},
                 {"op": "pull", "rank": rank, "request": 7, "known": draw.choice((None, 0, seq)), "empty": seq % 3 == 0},

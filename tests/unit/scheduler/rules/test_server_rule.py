@@ -67,7 +67,7 @@ class Server:
             self.log.append(event)
             if isinstance(event, Update):
                 total = sum(part.factor * self.buffers.pop((part.rank, part.step)) for part in event.parts)
-                self.theta = self.theta - self.eta * total
+                self.theta = self.theta - self.eta * event.lr_factor * total
                 assert event.number + 1 <= self.rule.version
             for rank in released([event]):
                 self.given[rank] = (self.made, self.theta.copy())
@@ -162,9 +162,10 @@ def test_grouped_pushes_of_leaders() -> None:
     rule = ServerRule(plan, version=5)
     (update,) = rule.push(push(0, version=5, weight=3.0, count=3))
     assert isinstance(update, Update) and update.release == (0,) and update.number == 5
-    assert update.parts[0].factor == pytest.approx(3 / 4 / 3.0)
+    assert update.parts[0].factor == pytest.approx(1 / 3.0) and update.lr_factor == 3 / 4
     (slow,) = rule.push(push(3, version=5, weight=1.0))
-    assert isinstance(slow, Update) and slow.parts[0] == Part(rank=3, step=0, factor=0.25, staleness=1, damped=0.0)
+    assert isinstance(slow, Update) and slow.parts[0] == Part(rank=3, step=0, factor=1.0, staleness=1, damped=0.0)
+    assert slow.lr_factor == 0.25
     assert rule.expected(0) == (0,)
 
 
@@ -172,7 +173,8 @@ def test_dynamic_groups_are_barriers_of_their_own() -> None:
     rule = ServerRule(Plan.ps(4, 1, rule="groups", groups=((0, 2), (1, 3)), damping="none"), version=0)
     assert rule.push(push(0)) == [] and rule.push(push(1)) == []
     (update,) = rule.push(push(2))
-    assert isinstance(update, Update) and update.release == (0, 2) and update.parts[0].factor == pytest.approx(0.25)
+    assert isinstance(update, Update) and update.release == (0, 2) and update.parts[0].factor == 0.5
+    assert update.lr_factor == 0.5
     assert rule.expected(1) == (1, 3) and rule.waiting == (1,)
     assert released(rule.absent(3)) == [1]
     assert rule.expected(0) == (0, 2)
@@ -236,7 +238,7 @@ def test_nobody_waits_for_ranks_that_are_away() -> None:
     assert rule.absent(1) == []
     (update,) = rule.push(push(3))  # x = 3, but only two are there
     assert isinstance(update, Update) and update.release == (0, 3) and update.gradients == 2
-    assert [part.factor for part in update.parts] == [0.25, 0.25]
+    assert [part.factor for part in update.parts] == [0.5, 0.5] and update.lr_factor == 0.5
     (alone,) = [*rule.push(push(0, 1, version=1)), *rule.absent(3)]
     assert isinstance(alone, Update) and alone.release == (0,)
     rule.present(1)
@@ -304,6 +306,20 @@ def test_damping_rules() -> None:
     assert [damping(plan, s, 2) for s in (0, 3, 7)] == [1.0, 1.0, 0.5]
     assert [damping(plan.replace(damping="inverse"), s, 2) for s in (0, 3)] == [1.0, 0.25]
     assert damping(plan.replace(damping="none"), 9, 2) == 1.0
+
+
+def test_the_usual_damping_is_of_the_learning_rate_and_the_rest_of_the_gradient() -> None:
+    """Adam would divide out a factor that all gradients have."""
+    rule = ServerRule(Plan.ps(4, 1, damping="inverse", lr_rule="none"), version=0)
+    fetched = [0] * 4
+    for step in range(40):
+        for rank in range(4):
+            (update,) = updates(rule.push(push(rank, step, version=fetched[rank])))
+            assert update.parts[0].factor * update.lr_factor == pytest.approx(1.0 - update.parts[0].damped)
+            fetched[rank] = rule.version
+    assert update.lr_factor == pytest.approx(0.25, rel=0.01) and update.parts[0].factor == pytest.approx(1.0, rel=0.01)
+    (stale,) = updates(rule.push(push(0, 40, version=rule.version - 39)))
+    assert stale.lr_factor == pytest.approx(0.25, rel=0.06) and stale.parts[0].factor == pytest.approx(0.1, rel=0.06)
 
 
 def test_guard_damps_smoothly() -> None:

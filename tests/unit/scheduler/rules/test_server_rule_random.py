@@ -83,6 +83,7 @@ class Check:
 
     def parts(self, update: Update) -> None:
         assert update.parts and update.gradients == len(update.parts)
+        assert 0.0 < update.lr_factor < np.inf
         for part in update.parts:
             self.apply(part.rank, part.step)
             assert part.staleness == update.number - self.version[part.rank] >= 0

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from scheduler.plan.plan import Plan
+from scheduler.rules.server_rule import Push, ServerRule, Update
 from star_hvd.engine.buckets import pack
 from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.errors import ChannelError
@@ -138,6 +140,70 @@ def test_an_update_without_any_part_only_counts() -> None:
     before = world.stores[0].params.clone()
     world.stores[0].apply([], [])
     assert world.stores[0].version == 1 and torch.equal(world.stores[0].params, before)
+
+
+def train(plan: Plan, passes: int, base: Any, size: float = 1.0, **keywords: Any) -> ChunkStore:
+    """Ranks in turn push the same gradient, as `passes` passes over all of them."""
+    world = World(base, keywords)
+    store, rule = world.stores[0], ServerRule(plan, version=0)
+    gradient = size * torch.linspace(0.1, 1.0, store.chunk.numel)
+    fetched = [0] * plan.world_size
+    for step in range(passes):
+        for rank in range(plan.world_size):
+            for event in rule.push(Push(rank=rank, step=step, version=fetched[rank], weight=1.0)):
+                if isinstance(event, Update):
+                    factors = [part.factor for part in event.parts]
+                    store.apply(factors, [gradient.clone() for _ in factors], None, event.lr_factor)
+                    for part in event.parts:
+                        fetched[part.rank] = rule.version
+    return store
+
+
+ASYNC = (Plan.ps(4, 1), Plan.ps(4, 2), Plan.ps(4, 1, damping="inverse", lr_rule="none"))
+
+
+@pytest.mark.parametrize("plan", ASYNC, ids=["ps(1)", "ps(2)", "dynsgd"])
+@pytest.mark.parametrize(("size", "decay"), [(1.0, 0.0), (0.0, 2.0)], ids=["gradient", "decay"])
+@pytest.mark.parametrize(("base", "keywords"), [(torch.optim.SGD, {}), (torch.optim.AdamW, {"betas": (0.9, 0.95)})])
+def test_a_pass_over_all_ranks_moves_as_far_as_a_synchronous_step(
+    base: Any, keywords: dict[str, Any], size: float, decay: float, plan: Plan
+) -> None:
+    moved = []
+    for each in (Plan.ps(4, 4), plan):
+        # The usual damping is found in the first passes, which Adam's second moments must have forgotten.
+        middle, end = (train(each, n, base, size, weight_decay=decay, **keywords).params for n in (50, 70))
+        moved.append(end - middle if decay == 0.0 else end / middle)
+    assert torch.allclose(moved[0], moved[1], rtol=0.02)
+
+
+@pytest.mark.parametrize("plan", ASYNC, ids=["ps(1)", "ps(2)", "dynsgd"])
+def test_the_optimizers_state_has_the_size_that_synchronous_training_goes_on_with(plan: Plan) -> None:
+    states = [train(each, 400, torch.optim.Adam, betas=(0.9, 0.95)).states()[0] for each in (Plan.ps(4, 4), plan)]
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.allclose(states[0][key], states[1][key], rtol=0.02), key
+
+
+@pytest.mark.parametrize("lr", [0.5, 1, torch.tensor(0.5)])
+def test_a_learning_rate_is_scaled_for_one_step_alone(lr: Any) -> None:
+    store = World(torch.optim.SGD, {}).stores[0]
+    before, one = store.params.clone(), torch.ones(store.chunk.numel)
+    for group in store.optimizer.param_groups:
+        group["lr"] = lr
+    store.apply([1.0], [one.clone()], None, 0.25)
+    assert torch.allclose(before - store.params, 0.25 * lr * one)
+    assert all(group["lr"] is lr for group in store.optimizer.param_groups)
+
+
+def test_without_a_learning_rate_the_gradient_is_scaled() -> None:
+    store = World(torch.optim.SGD, {}).stores[0]
+    for group in store.optimizer.param_groups:
+        group["lr"] = None
+    seen: list[torch.Tensor] = []
+    store.optimizer.step = lambda: seen.extend(  # type: ignore[assignment,method-assign]
+        param.grad.clone() for group in store.optimizer.param_groups for param in group["params"]
+    )
+    store.apply([2.0], [torch.ones(store.chunk.numel)], None, 0.25)
+    assert seen and all(torch.equal(grad, torch.full_like(grad, 0.5)) for grad in seen)
 
 
 def blob(value: int, size: int) -> Record:

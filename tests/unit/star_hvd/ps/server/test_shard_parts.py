@@ -54,7 +54,8 @@ def send(to: Shard, step: int, data: bytes) -> None:
 
 def applied(to: Shard, step: int) -> torch.Tensor:
     """The parameters behind an update with the push of a step, at a learning rate of 1."""
-    to.order({"seq": step, "op": "update", "version": step - 1, "parts": [[0, step, 1.0]], "row": None, "send": []})
+    update = {"op": "update", "version": step - 1, "parts": [[0, step, 1.0]], "lr_factor": 1.0, "row": None, "send": []}
+    to.order({"seq": step, **update})
     return to.stores[0].params.detach().clone()
 
 
