@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 import time
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -61,7 +62,8 @@ class _Memory:
     dropped: dict[int, tuple[int, str]] = field(default_factory=dict)  # Step and reason, of ranks to be released.
     inactive: set[int] = field(default_factory=set)  # By their own report: they push nothing for now.
     silent: set[int] = field(default_factory=set)  # By the owner's report: the coordinator does not hear them.
-    best_steps: int = -1
+    # Steps and hyperparameters of each rank's last push in an update; as bytes, since they are pickled with every push.
+    rows: dict[int, tuple[int, bytes]] = field(default_factory=dict)
     row: list[float] | None = None
     cut: dict[str, int] | None = None
     cut_seq: int = 0
@@ -393,8 +395,9 @@ class Primary:
         for part, meta in zip(chosen, metas, strict=True):
             memory.applied[part.rank] = part.step
             self._arrived.pop((part.rank, part.step), None)
-            if meta.get("row") is not None and int(meta["own_steps"]) > memory.best_steps:
-                memory.best_steps, memory.row = int(meta["own_steps"]), list(meta["row"])
+            if meta.get("row") is not None:
+                memory.rows[part.rank] = int(meta["own_steps"]), array("d", meta["row"]).tobytes()
+        self._choose_row({part.rank for part in chosen})
         weights = [float(meta["weight"]) for meta in metas]
         losses = [(w, float(m["loss"])) for w, m in zip(weights, metas, strict=True) if m.get("loss") is not None]
         total = sum(w for w, _ in losses)
@@ -421,6 +424,16 @@ class Primary:
             }
         )
         self._release(update.release, answer, sent=True)
+
+    def _choose_row(self, in_update: set[int]) -> None:
+        """Take the hyperparameters of the rank with the most steps.
+
+        A rank that is absent counts only in its own updates: its schedule may have ended, and the others' has not.
+        """
+        memory = self._memory
+        found = [each for rank, each in memory.rows.items() if rank in in_update or rank not in self._absent]
+        if found:
+            memory.row = array("d", max(found, key=lambda each: each[0])[1]).tolist()
 
     def _release(self, ranks: Sequence[int], answer: bool, sent: bool = False) -> None:
         memory = self._memory

@@ -112,7 +112,7 @@ class Client:
             flats: Per bucket the sum of weight * gradient, followed by the weight, as in `Bucket.flat`.
             weight: The sum of the weights.
             count: Gradients in the sum.
-            own_steps: Steps this worker has made; the hyperparameters of the worker with the most are used.
+            own_steps: Steps this worker has made; the hyperparameters are those of the worker present with the most.
             row: Its hyperparameters (`HyperRow.read`).
             loss: Its loss, for the log.
             keep: Whether the buffers stay unchanged until the answer arrives, so that no copy is needed.

@@ -72,6 +72,32 @@ def test_a_cut_is_told_again_to_a_shard_that_was_started_anew_after_it() -> None
     assert [event["plan_id"] for event in again.cuts()] == [4]
 
 
+def test_a_rank_that_has_left_sets_no_hyperparameters_for_the_others() -> None:
+    first = Process(plan=Plan.ps(3, 1))
+    step = 0
+
+    def row(rank: int, own_steps: int, lr: float) -> list[float]:
+        nonlocal step
+        step += 1
+        meta = {**META, "own_steps": own_steps, "row": [lr]}
+        first.primary.push(rank, step, meta)
+        for shard in (0, 1):
+            first.primary.arrived(shard, rank, step, None)
+        found: list[float] = [order for _, order in first.orders if order["op"] == "update"][-1]["row"]
+        return found
+
+    assert row(2, 3, 0.5) == [0.5] and row(1, 6, 0.25) == [0.25] and row(0, 9, 0.0) == [0.0]
+    assert row(2, 4, 0.5) == [0.0]
+    first.primary.member(0, "absent", own=True)
+    assert row(2, 5, 0.5) == [0.25] and row(2, 7, 0.125) == [0.125]
+    assert row(0, 10, 0.0) == [0.0], "it counts in its own update"
+    again = Process(first.journal, Plan.ps(3, 1))
+    first, again = again, first
+    assert row(2, 8, 0.125) == [0.125]
+    first.primary.member(0, "present", own=True)
+    assert row(2, 9, 0.125) == [0.0]
+
+
 def test_what_others_wait_for_is_sent_before_the_own_part_of_an_order_is_executed() -> None:
     first = Process()
     for rank in (0, 1):
