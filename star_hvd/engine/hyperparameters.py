@@ -19,7 +19,7 @@ __all__ = ["EXECUTION_KEYS", "SCHEDULER_KEYS", "HyperRow", "StateInGroups"]
 EXECUTION_KEYS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """Entries for how a step is executed, not for what it computes: every rank, and a server, has its own."""
 
-SCHEDULER_KEYS = frozenset({"initial_lr", "base_momentum", "max_momentum", "min_lr", "max_lr"})
+SCHEDULER_KEYS = frozenset({"initial_lr", "base_momentum", "max_momentum", "min_lr", "max_lr", "swa_lr"})
 """Entries that schedulers of torch add to groups, perhaps on some ranks earlier than on others (from a checkpoint on
 rank 0 alone, say). Optimizers do not read them."""
 
@@ -54,6 +54,14 @@ class HyperRow:
             if key not in _NOT_SENT and _numbers(value)
         ]
         self.size = sum(count for _, _, count in self._slots)
+
+    def takes(self, index: int, key: str, value: Any) -> bool:
+        """Whether an entry is in the row, or could not be since it is no number or for the execution alone.
+
+        False for a number that came to the group later, or of a scheduler.
+        """
+        known = any((number, name) == (index, key) for number, name, _ in self._slots)
+        return known or key in EXECUTION_KEYS or not _numbers(value)
 
     def read(self, groups: Sequence[dict[str, Any]]) -> list[float]:
         """Return the row of this rank's current values, `size` numbers.

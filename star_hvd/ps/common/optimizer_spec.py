@@ -60,13 +60,16 @@ class OptimizerSpec:
             base: The user's class.
             param_groups: The current groups.
             hyper: The layout of the rows the workers will send. Entries of schedulers (`initial_lr`) are left out, as
-                in the rows.
+                in the rows, and so are numbers that came to a group later.
 
         Raises:
             LayoutError: The class or a hyperparameter cannot be sent to another process.
         """
         left_out = {"params", *SCHEDULER_KEYS}
-        groups = [{k: v for k, v in group.items() if k not in left_out} for group in param_groups]
+        groups = [
+            {k: v for k, v in group.items() if k not in left_out and hyper.takes(index, k, v)}
+            for index, group in enumerate(param_groups)
+        ]
         if HyperRow(groups).size != hyper.size:
             raise LayoutError(f"the groups hold {HyperRow(groups).size} numbers; expected {hyper.size}, as in the rows")
         spec = cls(class_path(base), tuple(groups))

@@ -187,6 +187,11 @@ def test_hyperparameters_travel_and_later_entries_do_not() -> None:
     spec = OptimizerSpec.of(torch.optim.Adam, optimizer.param_groups, hyper)
     again = OptimizerSpec.from_dict(msgpack.unpackb(msgpack.packb(spec.to_dict())))
     assert again == spec and again.groups[0]["betas"] == (0.8, 0.9) and "initial_lr" not in again.groups[0]
+    torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05)
+    optimizer.param_groups[0]["own_number"] = 3.0  # Of a scheduler outside torch.
+    assert "swa_lr" in optimizer.param_groups[0]
+    assert OptimizerSpec.of(torch.optim.Adam, optimizer.param_groups, hyper) == spec
+    assert HyperRow([{**optimizer.param_groups[0], "own_number": None}]).size == hyper.size, "loaded on rank 0, say"
     optimizer.param_groups[0]["schedule"] = lambda step: step
     with pytest.raises(LayoutError, match="'schedule' of group 0 is a function"):
         OptimizerSpec.of(torch.optim.Adam, optimizer.param_groups, hyper)
