@@ -101,8 +101,9 @@ class Applier:
         if clip:
             self.clip()  # The averaged gradient is the same on all ranks, so the clipping factor is too.
         without = contextlib.nullcontext() if hooks else _without_hooks(self.optimizer)
+        step = self.base.step if hooks else _without_hooks_of_all(self.base)
         with without, self.hyper.applied(self.optimizer.param_groups, row):
-            return self.base.step(self.optimizer)
+            return step(self.optimizer)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return the current parameter groups without their parameters, for a later `step_params`."""
@@ -128,7 +129,7 @@ class Applier:
         with _without_hooks(optimizer), self.hyper.applied(parts, row):
             optimizer.param_groups = [part for part in parts if part["params"]]
             try:
-                self.base.step(optimizer)
+                _without_hooks_of_all(self.base)(optimizer)
             finally:
                 optimizer.param_groups = own
 
@@ -153,8 +154,8 @@ class Applier:
         for bucket, mean in zip(self.buckets, means, strict=True):
             bucket.flat.copy_(mean)
             bucket.show_all()
-        with _without_hooks(self.optimizer), self._only_in_buckets():
-            self.step(row)
+        with self._only_in_buckets():
+            self.step(row, hooks=False)
 
     @contextlib.contextmanager
     def keeping_gradients(self) -> Iterator[None]:
@@ -209,6 +210,19 @@ def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         optimizer.__dict__.update(before)
+
+
+_HOOKED_CODE = torch.optim.Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+def _without_hooks_of_all(base: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return a class's step as its author wrote it: torch wraps it to run hooks, also those of all optimizers.
+
+    These are the process's, so clearing them would take them from optimizers that step in other threads.
+    """
+    step: Any = base.step
+    # A subclass's step made with `functools.wraps` looks the same but for its code.
+    return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED_CODE else step  # type: ignore[no-any-return]
 
 
 class Shadow:

@@ -882,13 +882,17 @@ def _hooks_around(
 ) -> Iterator[None]:
     """Run the user's step hooks once around what does not call the optimizer's own `step`, or calls it without hooks.
 
+    Hooks of all optimizers run too, in torch's order.
+
     Args:
         optimizer: The wrapped optimizer.
         under_way: Entered from the first hook before the step to the step's end.
     """
     with under_way or nullcontext():
-        for hook in list(getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()):
+        own = getattr(optimizer, "_optimizer_step_pre_hooks", {})
+        for hook in [*_global_optimizer_pre_hooks.values(), *own.values()]:
             hook(optimizer, (), {})
         yield
-    for hook in list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values()):
+    own = getattr(optimizer, "_optimizer_step_post_hooks", {})
+    for hook in [*own.values(), *_global_optimizer_post_hooks.values()]:
         hook(optimizer, (), {})

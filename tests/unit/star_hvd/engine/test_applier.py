@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from star_hvd.engine.applier import Applier, Shadow, replayable, steps_by_bucket
 from star_hvd.engine.buckets import pack
@@ -142,3 +144,33 @@ def test_a_checksum_of_parameters_that_begin_anywhere_in_a_buffer(dtype: torch.d
         applier = Applier(optimizer, torch.optim.SGD, pack(params, 1 << 20), HyperRow(optimizer.param_groups))
         sums.append(applier.checksum())
     assert sums[0] == sums[1] != 0
+
+
+class Doubled(torch.optim.SGD):
+    """A step that looks like torch's wrapper around one."""
+
+    @functools.wraps(torch.optim.SGD.step)
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("base", [torch.optim.SGD, Doubled])
+def test_replays_call_no_hooks_of_all_optimizers(base: Any) -> None:
+    """Helpers replay others' steps, and what hooks do belongs to this rank's own ones."""
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)  # From the first one on torch has wrapped the step.
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = base([param], lr=1.0)
+    applier = Applier(optimizer, base, pack([param], 99), HyperRow(optimizer.param_groups))
+    called: list[str] = []
+    of_all = [
+        register_optimizer_step_pre_hook(lambda each, *_: called.append(type(each).__name__)),
+        register_optimizer_step_post_hook(lambda each, *_: called.append(type(each).__name__)),
+    ]
+    try:
+        applier.step_with([torch.ones_like(applier.buckets[0].flat)], None)
+    finally:
+        for each in of_all:
+            each.remove()
+    assert torch.equal(param.detach(), torch.zeros(3) if base is torch.optim.SGD else -torch.ones(3))
+    assert not called or base is Doubled, "a step that calls another class's step runs them there"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from scheduler.records import Plan
 from star_hvd.engine.applier import Applier
@@ -81,10 +82,18 @@ def test_step_hooks_are_left_to_the_caller() -> None:
     optimizer = engine.applier.optimizer
     optimizer.register_step_pre_hook(lambda *_: called.append("pre"))
     optimizer.register_step_post_hook(lambda *_: called.append("post"))
-    steps.step(skip=False)
-    assert called == []
-    engine.applier.step(None)
-    assert called == ["pre", "post"]
+    of_all = [
+        register_optimizer_step_pre_hook(lambda *_: called.append("pre of all")),
+        register_optimizer_step_post_hook(lambda *_: called.append("post of all")),
+    ]
+    try:
+        steps.step(skip=False)
+        assert called == []
+        engine.applier.step(None)
+        assert called == ["pre of all", "pre", "post", "post of all"]
+    finally:
+        for each in of_all:
+            each.remove()
 
 
 @pytest.mark.parametrize(

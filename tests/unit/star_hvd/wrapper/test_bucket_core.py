@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from horovod.torch import mpi_ops
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from scheduler.plan.mode_names import parse_mode
 from scheduler.records import Plan
@@ -302,6 +303,10 @@ def test_hooks_around_a_step_of_a_mode_run_once_and_the_last_ones_after_it(monke
     monkeypatch.setattr(rank.driver, "step_in_mode", step_in_mode)
     rank.inner.register_step_pre_hook(lambda *_: seen.append(("pre", rank.driver.mid_step())))
     rank.inner.register_step_post_hook(lambda *_: seen.append(("post", rank.driver.mid_step())))
+    of_all = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append(("pre of all", rank.driver.mid_step()))),
+        register_optimizer_step_post_hook(lambda *_: seen.append(("post of all", rank.driver.mid_step()))),
+    ]
     rank.backward()
     rank.core.synchronize(manual=False)
     rank.core.refresh_state()
@@ -309,8 +314,12 @@ def test_hooks_around_a_step_of_a_mode_run_once_and_the_last_ones_after_it(monke
     active.over = True
     rank.core.refresh_state()
     assert refreshed == ["state"] and rank.driver.active_mode is active, "modes change at the end of a step"
-    rank.apply()
-    assert seen == [("pre", True), ("step", True), ("post", False)]
+    try:
+        rank.apply()
+    finally:
+        for each in of_all:
+            each.remove()
+    assert seen == [("pre of all", True), ("pre", True), ("step", True), ("post", False), ("post of all", False)]
 
 
 class Counting(torch.optim.SGD):
