@@ -44,6 +44,10 @@ class Client:
         # Parameters of the answers; the memory stays untouched until the first.
         self._flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in layout.buckets]
         self._lent: list[torch.Tensor] = []
+        # Chunks per bucket: a search among all chunks, for every bucket in every step, would be quadratic.
+        self._ranges: list[list[tuple[int, int, int]]] = [[] for _ in layout.buckets]
+        for chunk in layout.chunks:
+            self._ranges[chunk.bucket].append((chunk.index, chunk.start, chunk.stop))
         self._begun: Push | None = None  # A push of which buffers were sent, but which is not announced yet.
 
     # ---- life ---------------------------------------------------------------------------------------------
@@ -69,7 +73,7 @@ class Client:
 
     def ranges(self, index: int) -> list[tuple[int, int, int]]:
         """Return the chunks of a bucket as (chunk index, first element, end element)."""
-        return [(c.index, c.start, c.stop) for c in self._layout.chunks if c.bucket == index]
+        return list(self._ranges[index])
 
     def give(self, step: int, index: int, flat: torch.Tensor, small: Mapping[int, bytes] = _NONE_SMALL) -> None:
         """Send one buffer of the push of `step` before `push` announces it. Does not block.

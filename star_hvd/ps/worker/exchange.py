@@ -165,7 +165,9 @@ class Exchange:
         """Note a chunk that the server held back because the request allowed it."""
         if not self._empty and header.version != self._known:
             raise ChannelError(f"a server kept a chunk of version {header.version} back; expected {self._known}")
-        missing = {key for key in self._missing if key[0] == header.chunk}
+        # Its own parts only: all that is missing may be tens of thousands of parts, and there is a note per chunk.
+        own = parts(self._layout.nbytes(self._layout.chunks[header.chunk]))
+        missing = {key for begin, _ in own if (key := (header.chunk, begin)) in self._missing}
         if missing:
             self._not_sent.add(header.chunk)
             self._versions.add(header.version)
