@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import queue
 import signal
@@ -186,7 +187,7 @@ class Cluster:
             server.seed(0, session, self.snapshot())
 
     def snapshot(self, version: int = 0) -> Snapshot:
-        state = [dict(self.optimizer.state.get(p, {})) for p in self.ordered]
+        state = [copy.deepcopy(dict(self.optimizer.state.get(p, {}))) for p in self.ordered]
         return Snapshot(version, [p.detach().clone() for p in self.ordered], state)
 
     def note(self, index: int, event: dict[str, Any]) -> None:

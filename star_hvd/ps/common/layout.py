@@ -8,6 +8,7 @@ over as many servers as possible: a bucket that all ranks push to one server at 
 
 from __future__ import annotations
 
+import functools
 import heapq
 import importlib
 import math
@@ -188,15 +189,15 @@ class Layout:
 
     # ---- reading ------------------------------------------------------------------------------------------
 
-    @property
-    def shapes(self) -> list[tuple[int, ...]]:
+    @functools.cached_property  # As needed for each of thousands of chunks.
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of all parameters, in the order of the buckets."""
-        return [shape for bucket in self.buckets for shape in bucket.shapes]
+        return tuple(shape for bucket in self.buckets for shape in bucket.shapes)
 
-    @property
-    def orders(self) -> list[tuple[int, ...]]:
+    @functools.cached_property
+    def orders(self) -> tuple[tuple[int, ...], ...]:
         """Per parameter, in the order of the buckets: its dimensions in memory, outermost first."""
-        return [order for bucket in self.buckets for order in bucket.orders]
+        return tuple(order for bucket in self.buckets for order in bucket.orders)
 
     def dtype(self, chunk: Chunk) -> torch.dtype:
         """dtype of a chunk's elements."""

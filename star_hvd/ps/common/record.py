@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from star_hvd.errors import ChannelError
 from star_hvd.ps.common.layout import State
 from star_hvd.ps.common.validation import is_whole
 
-__all__ = ["Record", "make_record", "read_record"]
+__all__ = ["Record", "check_states", "make_record", "read_record"]
 
 _SPAN = struct.Struct("<Q")
 _ALIGN_BYTES = 16
@@ -67,6 +67,19 @@ def _aligned(offset: int) -> int:
     return -(-offset // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
+def check_states(states: Iterable[Mapping[str, Any]]) -> None:
+    """Check that records can hold an optimizer's state.
+
+    Raises:
+        ChannelError: It holds something other than tensors, numbers, strings and None.
+    """
+    for state in states:
+        for key, value in state.items():
+            if not (value is None or isinstance(value, (torch.Tensor, bool, int, float, str))):
+                got = type(value).__name__
+                raise ChannelError(f"optimizer state {key!r} is a {got}; servers keep tensors, numbers, strings, None")
+
+
 def make_record(
     params: torch.Tensor,
     states: Sequence[State],
@@ -80,6 +93,7 @@ def make_record(
     Raises:
         ChannelError: The optimizer's state holds something other than tensors, numbers, strings and None.
     """
+    check_states(states)
     tensors = [params]
     described = []
     for state in states:
@@ -88,11 +102,8 @@ def make_record(
             if isinstance(value, torch.Tensor):
                 tensors.append(value)
                 entry.append([key, "t", str(value.dtype).removeprefix("torch."), list(value.shape)])
-            elif value is None or isinstance(value, (bool, int, float, str)):
-                entry.append([key, "v", value, None])
             else:
-                got = type(value).__name__
-                raise ChannelError(f"optimizer state {key!r} is a {got}; servers keep tensors, numbers, strings, None")
+                entry.append([key, "v", value, None])
         described.append(entry)
     manifest = [version, seq, list((applied or {}).items()), None if row is None else list(row), described]
     return Record(bytes(msgpack.packb(manifest)), tensors)

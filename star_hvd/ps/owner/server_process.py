@@ -23,11 +23,11 @@ from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.locks import ordered_condition
 from star_hvd.ps.common.auth import Endpoint, JobKey
-from star_hvd.ps.common.layout import Layout
+from star_hvd.ps.common.layout import Chunk, Layout
 from star_hvd.ps.common.mirror import new_memory
 from star_hvd.ps.common.optimizer_spec import OptimizerSpec
 from star_hvd.ps.common.pipe import Pipe, PipeFull
-from star_hvd.ps.common.record import Record, make_record
+from star_hvd.ps.common.record import check_states, make_record
 from star_hvd.ps.owner.forker_process import ForkedServer, ForkerProcess
 from star_hvd.ps.owner.watchdog import Health, ServerWatchdog
 from star_hvd.threads import supervised
@@ -418,7 +418,11 @@ class ServerProcess:
         """Send the shard its part of the parameters and the optimizer state. Event `seeded` follows.
 
         The snapshot is kept until then, in case the server dies, and must not change.
+
+        Raises:
+            ChannelError: The state holds something that servers cannot keep.
         """
+        check_states(snapshot.state)  # Here, for the caller; the messages are made later in the pipe's thread.
         with self._changed:
             opened = self._opened[optimizer_id, session]
             opened.seed = snapshot
@@ -427,11 +431,8 @@ class ServerProcess:
     def _send_seed(self, opened: _Opened) -> None:
         assert opened.seed is not None
         for chunk in opened.layout.of_server(opened.message["index"]):
-            params = opened.layout.cut_params(opened.seed.params, chunk)
-            states = opened.layout.cut_state(opened.seed.state, chunk)
-            record = make_record(params, states, opened.seed.step)
             head = {**_named(opened.message), "do": "seed", "chunk": chunk.index}
-            self._send(functools.partial(_with_record, head, record))
+            self._send(functools.partial(_seed_message, head, opened.layout, opened.seed, chunk))
 
     def set_plan(self, optimizer_id: int, plan: Plan) -> None:
         """Continue under another plan with servers; used by shard 0. Event `refused` follows if its rule rejects it."""
@@ -502,7 +503,13 @@ def _named(message: Event) -> Event:
     return {"optimizer_id": message["optimizer_id"], "session": message["session"]}
 
 
-def _with_record(head: Event, record: Record) -> Event:
+def _seed_message(head: Event, layout: Layout, seed: Snapshot, chunk: Chunk) -> Event:
+    """Return a chunk's first state as a message.
+
+    It is cut out of the whole state here, when the pipe writes the message: what waits in the pipe takes no memory.
+    """
+    params, states = layout.cut_params(seed.params, chunk), layout.cut_state(seed.state, chunk)
+    record = make_record(params, states, seed.step)
     data = bytearray(record.nbytes)
     record.write(torch.frombuffer(data, dtype=torch.uint8))
     return {**head, "data": data}

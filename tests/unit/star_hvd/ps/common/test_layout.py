@@ -195,3 +195,12 @@ def test_hyperparameters_travel_and_later_entries_do_not() -> None:
     optimizer.param_groups[0]["schedule"] = lambda step: step
     with pytest.raises(LayoutError, match="'schedule' of group 0 is a function"):
         OptimizerSpec.of(torch.optim.Adam, optimizer.param_groups, hyper)
+
+
+def test_shapes_and_orders_are_collected_once() -> None:
+    """They are needed for each chunk, and a model may have thousands of chunks and of parameters."""
+    param = torch.nn.Parameter(torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last))
+    buckets = pack([param], 1 << 20)
+    layout = Layout.build(buckets, [{"params": [param]}], torch.optim.SGD, 1, 1024)
+    assert layout.shapes == ((4, 3, 2, 2),) and layout.orders == ((0, 2, 3, 1),)
+    assert layout.shapes is layout.shapes and layout.orders is layout.orders
