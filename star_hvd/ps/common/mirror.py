@@ -23,6 +23,9 @@ __all__ = ["Mirror", "new_memory"]
 _SLOT = struct.Struct("<QQQQ")  # offset, capacity, length, number of the write; 0 while empty
 _TAG = struct.Struct("<Q")
 _TAG_AT = 24
+_WINDOW_BYTES = 64 << 20
+"""Regions are parts of mappings of this size; a larger one has a mapping of its own. Each mapping holds a descriptor,
+and a process may be limited to 4096 descriptors and 65530 mappings: too few for one per region."""
 _MOST_LENT = 2
 """Regions of a record that are being sent at once. With the current record and the next one that makes four at most."""
 
@@ -50,6 +53,9 @@ class Mirror:
         if os.fstat(descriptor).st_size < size:
             os.ftruncate(descriptor, size)
         self._table = mmap.mmap(descriptor, size)
+        self._windows: dict[int, torch.Tensor] = {}
+        slots = [self._slot(entry, which) for entry in range(entries) for which in (0, 1)]
+        self._end: int = max([size, *(slot[0] + slot[1] for slot in slots if self._is_region(slot[0], slot[1]))])
         self._regions: dict[int, torch.Tensor] = {}
         self._places: dict[int, dict[int, int]] = {}
         self._lent: dict[int, Lent] = {}
@@ -61,8 +67,8 @@ class Mirror:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the memory in bytes."""
-        return os.fstat(self._fd).st_size
+        """Size of the memory in bytes, without what is reserved for further records."""
+        return self._end
 
     @property
     def most_places(self) -> int:
@@ -95,7 +101,7 @@ class Mirror:
 
     def _free(self, entry: int, slots: list[Any], current: int, need: int) -> tuple[int, int]:
         """Return a region that neither holds the current record nor is being sent; allocate one if there is none."""
-        known = self._places.setdefault(entry, {slot[0]: slot[1] for slot in slots if slot[1]})
+        known = self._places.setdefault(entry, {at: size for at, size, *_ in slots if self._is_region(at, size)})
         for offset, capacity in known.items():
             idle = offset not in self._lent or self._lent[offset].free()
             if offset != current and capacity >= need and idle:
@@ -110,14 +116,14 @@ class Mirror:
         offset, capacity, length, tag = self._slot(entry, which)
         if not tag:
             return None
-        pages = not offset % mmap.ALLOCATIONGRANULARITY and offset > 0
-        if not pages or not 0 < length <= capacity <= os.fstat(self._fd).st_size - offset:
+        if not self._is_region(offset, capacity) or not 0 < length <= capacity:
             return None  # Not written completely; the shard is seeded again.
         return self._region(offset, capacity)[:length]
 
     def close(self) -> None:
         """Unmap the memory and close its descriptor."""
         self._regions.clear()
+        self._windows.clear()
         self._lent.clear()
         self._table.close()
         os.close(self._fd)
@@ -128,16 +134,43 @@ class Mirror:
     def _slot(self, entry: int, which: int) -> Any:
         return _SLOT.unpack_from(self._table, self._at(entry, which))
 
+    def _is_region(self, offset: int, capacity: int) -> bool:
+        """Whether a slot, perhaps of a process that was killed while it wrote it, names a region that can be mapped."""
+        whole = 0 < capacity <= os.fstat(self._fd).st_size - offset and not offset % mmap.ALLOCATIONGRANULARITY
+        return whole and offset > 0 and not _crosses(offset, capacity)
+
     def _allocate(self, need: int) -> tuple[int, int]:
-        offset = os.fstat(self._fd).st_size
-        capacity = _pages(need)
-        os.ftruncate(self._fd, offset + capacity)
+        offset, capacity = self._end, _pages(need)
+        if _crosses(offset, capacity):
+            offset = -(-offset // _WINDOW_BYTES) * _WINDOW_BYTES
+        self._end = offset + capacity
+        self._extend(self._end)
         return offset, capacity
+
+    def _extend(self, end: int) -> None:
+        """Make the memory reach to `end` at least; what nobody writes to takes no room."""
+        if os.fstat(self._fd).st_size < end:
+            os.ftruncate(self._fd, end)
 
     def _region(self, offset: int, capacity: int) -> torch.Tensor:
         if offset not in self._regions:
-            self._regions[offset] = torch.frombuffer(mmap.mmap(self._fd, capacity, offset=offset), dtype=torch.uint8)
+            if capacity > _WINDOW_BYTES:
+                self._regions[offset] = self._map(offset, capacity)
+            else:
+                number, begin = divmod(offset, _WINDOW_BYTES)
+                if number not in self._windows:
+                    self._extend((number + 1) * _WINDOW_BYTES)
+                    self._windows[number] = self._map(number * _WINDOW_BYTES, _WINDOW_BYTES)
+                self._regions[offset] = self._windows[number][begin : begin + capacity]
         return self._regions[offset]
+
+    def _map(self, offset: int, size: int) -> torch.Tensor:
+        return torch.frombuffer(mmap.mmap(self._fd, size, offset=offset), dtype=torch.uint8)
+
+
+def _crosses(offset: int, capacity: int) -> bool:
+    """Whether a region that is no larger than a window would lie in two."""
+    return capacity <= _WINDOW_BYTES and offset % _WINDOW_BYTES + capacity > _WINDOW_BYTES
 
 
 def _pages(size: int) -> int:
