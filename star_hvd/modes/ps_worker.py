@@ -68,6 +68,7 @@ class Client(Protocol):
     def state(self, deadline_s: float, *, check: Callable[[], None] = ..., look_s: float = ...) -> Snapshot: ...
     def absent(self, inactive: bool) -> None: ...
     def wake(self) -> None: ...
+    def release(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -460,9 +461,13 @@ class ServerSteps:
         """Does nothing: no other rank waits for this one here."""
 
     def exit(self) -> None:
-        """Leave the mode, which has ended; the client stays until the final state has been fetched."""
+        """Leave the mode, which has ended; the client stays until the final state has been fetched.
+
+        Its memory for pushes does not: the client may stay until the next mode with servers, or the end of the job.
+        """
         if self._arriving is not None:
             self._arriving.stop()
+        self.client.release()
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -41,9 +41,8 @@ class Client:
         self._layout = layout
         self._line = Line(rank, optimizer_id, session, endpoints, layout, key)
         self._woken = False
-        # Parameters of the answers; the memory stays untouched until the first.
-        self._flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in layout.buckets]
-        self._lent: list[torch.Tensor] = []
+        self._flats: list[torch.Tensor] = []  # Parameters of the answers; from the first push on, until `release`.
+        self._lent: list[torch.Tensor] = []  # Copies of what is pushed, where needed.
         # Chunks per bucket: a search among all chunks, for every bucket in every step, would be quadratic.
         self._ranges: list[list[tuple[int, int, int]]] = [[] for _ in layout.buckets]
         for chunk in layout.chunks:
@@ -89,7 +88,8 @@ class Client:
         self._line.check()
         if self._begun is None or self._begun.step != step:
             missing = torch.empty(0, device="cpu")
-            self._begun = Push(step, {}, [missing] * len(self._layout.buckets), Exchange(self._layout, self._flats))
+            flats = [missing] * len(self._layout.buckets)
+            self._begun = Push(step, {}, flats, Exchange(self._layout, self._answer_buffers()))
         self._begun.flats[index] = flat
         self._begun.small.update(small)
         self._line.do("bucket", (self._begun, index))
@@ -142,7 +142,7 @@ class Client:
         }
         push, self._begun = self._begun, None
         if push is None or push.step != step:
-            push = Push(step, meta, lent, Exchange(self._layout, self._flats))
+            push = Push(step, meta, lent, Exchange(self._layout, self._answer_buffers()))
         push.meta, push.flats = meta, lent
         push.small.update(small)
         self._line.send(push)
@@ -152,11 +152,21 @@ class Client:
         usable = all(flat.device.type == "cpu" and flat.is_contiguous() for flat in flats)
         if keep and usable:
             return list(flats)
-        if not self._lent:
-            self._lent = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
-        for mine, flat in zip(self._lent, flats, strict=True):
+        lent = self._lent = self._lent or self._new_buffers()
+        for mine, flat in zip(lent, flats, strict=True):
             mine.copy_(flat[: mine.numel()])
-        return self._lent
+        return lent
+
+    def _answer_buffers(self) -> list[torch.Tensor]:
+        flats = self._flats = self._flats or self._new_buffers()
+        return flats
+
+    def _new_buffers(self) -> list[torch.Tensor]:
+        return [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
+
+    def release(self) -> None:
+        """Release the memory of answers and pushes, as none is expected any more; another push takes new memory."""
+        self._flats, self._lent = [], []
 
     def wait(self, deadline_s: float, *, whole: bool = True) -> Reply:
         """Wait for the answer to the push.
@@ -241,7 +251,7 @@ class Client:
             DeadlineError: No complete parameters within `deadline_s`.
             ChannelError: The client was closed.
         """
-        flats = [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
+        flats = self._new_buffers()
         exchange = Exchange(self._layout, flats, Kind.PULLED, known, empty)
         self._line.read(exchange, deadline_s, check, look_s)
         if exchange.mixed and not empty:

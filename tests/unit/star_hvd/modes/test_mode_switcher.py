@@ -339,6 +339,9 @@ class Line:
     def wake(self) -> None:
         pass
 
+    def release(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -42,6 +42,7 @@ class FakeClient:
         self.here = [threading.Event() for _ in range(n_buckets)]
         self.version = 0
         self.finished = 0
+        self.released = False
         self.whole: list[bool] = []  # Per push, whether all its parameters were waited for together with its result.
 
     def give(self, step: int, index: int, flat: torch.Tensor, small: Mapping[int, bytes]) -> None:
@@ -63,6 +64,9 @@ class FakeClient:
     def wait_bucket(self, index: int, deadline_s: float) -> None:
         if not self.here[index].wait(deadline_s):
             raise DeadlineError("it did not come")
+
+    def release(self) -> None:
+        self.released = True
 
     def finish(self, deadline_s: float) -> int:
         for index in range(len(self.here)):
@@ -453,7 +457,9 @@ def test_the_end_of_the_mode_waits_for_nothing() -> None:
     rank = Rank(gated=True)
     rank.backward(1.0)
     rank.steps.step(skip=False)
+    assert not rank.client.released
     rank.steps.exit()
+    assert rank.client.released, "the client stays for the final state, its memory for pushes does not"
     for param in rank.model.parameters():
         assert type(param) is torch.nn.Parameter
         param.detach().fill_(5.0)
