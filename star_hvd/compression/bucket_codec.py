@@ -72,7 +72,7 @@ class BucketCodec:
         self._sent = NONE
         self._unit = 1.0
         self._usual_weight = 0.0  # Of this rank's contributions; 0 before the first.
-        self._sum: torch.Tensor | None = None  # Sum of the decoded tensor, until the host has checked it.
+        self._largest: torch.Tensor | None = None  # Magnitude in the decoded tensor, until the host has checked it.
         self.begin(streams, world_size)
 
     def begin(self, streams: Streams, world_size: int) -> None:
@@ -164,12 +164,16 @@ class BucketCodec:
                 flat.mul_(self._unit)
         else:
             self._from_factors(reduced, flat)
-        self._sum = reduced.sum(dtype=torch.float64)
+        lowest, highest = torch.aminmax(reduced)  # A sum needs a wider type, to which torch would copy all of it.
+        self._largest = torch.maximum(highest, -lowest)
         self._fence = self._streams.give_one(KEPT, flat)
 
     def to_check(self) -> torch.Tensor | None:
-        """Return once the sum of the last decoded tensor, on its device; if not finite, call `drop_infinite`."""
-        found, self._sum = self._sum, None
+        """Return once the largest magnitude in the last decoded tensor, on its device.
+
+        If it is not finite, so that a value of the tensor is not, call `drop_infinite`.
+        """
+        found, self._largest = self._largest, None
         if found is not None:
             self._fence.order(found)
         return found

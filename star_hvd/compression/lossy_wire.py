@@ -113,11 +113,11 @@ class LossyWire(Wire):
 
     def decoded(self) -> None:
         with self._lock:
-            sums = [(codec, found) for codec in self._codecs if (found := codec.to_check()) is not None]
-        if not sums:
+            largest = [(codec, found) for codec in self._codecs if (found := codec.to_check()) is not None]
+        if not largest:
             return
         self._streams.await_host()  # Once for all buckets, and without the lock.
-        infinite = [codec for codec, found in sums if not math.isfinite(float(found))]
+        infinite = [codec for codec, found in largest if not math.isfinite(float(found))]
         with self._lock:
             for codec in infinite:
                 codec.drop_infinite()

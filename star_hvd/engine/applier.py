@@ -38,6 +38,8 @@ ELEMENTWISE = (
     torch.optim.Rprop,
 )
 
+_PIECE_BYTES = 1 << 24  # Summed at once for a checksum; a multiple of 4.
+
 
 def replayable(base: type[torch.optim.Optimizer]) -> bool:
     """Whether helpers may replay steps of this class; a subclass may keep other state, so its state is fetched."""
@@ -189,16 +191,26 @@ class Applier:
         sums = []
         for bucket in self.buckets if buckets is None else buckets:
             for param in bucket.params:
-                raw = param.detach().contiguous().view(-1).view(torch.uint8)
-                if raw.storage_offset() % 4:  # A half-precision view may begin between words.
-                    raw = raw.clone()
-                whole = raw.numel() - raw.numel() % 4
-                sums.append((raw[:whole].view(torch.int32).sum(dtype=torch.int64), raw[whole:].sum()))
+                sums.append(_sum_of_words(param.detach().contiguous().view(-1).view(torch.uint8)))
         self.streams.await_host()
         total = 0
-        for words, rest in sums:
-            total = (total * 31 + int(words) + int(rest)) % (1 << 24)
+        for words in sums:
+            total = (total * 31 + int(words)) % (1 << 24)
         return total
+
+
+def _sum_of_words(raw: torch.Tensor) -> torch.Tensor:
+    """Return the sum of bytes read as 32-bit words, plus the bytes behind the last whole word.
+
+    In pieces, since torch first copies all that it sums in a wider type to that type.
+    """
+    total = torch.zeros((), dtype=torch.int64, device=raw.device)
+    for piece in raw.split(_PIECE_BYTES):
+        if piece.storage_offset() % 4:  # A half-precision view may begin between words.
+            piece = piece.clone()
+        whole = piece.numel() - piece.numel() % 4
+        total += piece[:whole].view(torch.int32).sum(dtype=torch.int64) + piece[whole:].sum()
+    return total
 
 
 @contextlib.contextmanager

@@ -211,7 +211,7 @@ class StepEngine:
         Args:
             manual: The user changes the result between `synchronize` and `step`, so helpers cannot replay it.
         """
-        self._read_devices()
+        self._prepare_header()
         with self.lock:
             self._raise_failure()
             self.replica.computing = False
@@ -237,14 +237,15 @@ class StepEngine:
             self._listener.on_arrive(self.step, self.plan.plan_id)
             return True
 
-    def _read_devices(self) -> None:
-        """Read what the header needs from the devices; the host waits here, without the lock."""
+    def _prepare_header(self) -> None:
+        """Compute what the header needs and takes long, without the lock: the helper may have to act meanwhile."""
         with self.lock:
             queued = self.own.norm.take()
-            due = self.agreement.checksum_due(self.next_step)
+            number = self.next_step
+            due = self.agreement.checksum_due(number) and not self._out_of_common_steps()
         self.own.norm.read(queued)
-        if due and self.streams.devices:
-            self.agreement.checksum = (self.next_step, self.applier.checksum())
+        if due:
+            self.agreement.checksum = (number, self.applier.checksum())
 
     def submit_average(self, bucket: Bucket, average: torch.Tensor) -> None:
         """`local`: submit this rank's part of an average.

@@ -15,6 +15,7 @@ from scheduler.transmission.wire import HALF, LOW_RANK, NONE
 from star_hvd.compression.bucket_codec import RANK, BucketCodec
 from star_hvd.engine.buckets import Bucket, pack
 from star_hvd.engine.device import Streams
+from tests.support.allocations import largest_allocation_bytes
 from tests.support.effort import cases
 
 FORMS = [HALF, LOW_RANK]
@@ -223,6 +224,24 @@ def test_a_gradient_that_is_no_number_is_in_its_step_and_in_no_later_one(form: i
         flats = [torch.ones(bucket.numel + 1) for bucket, _ in ranks]
         step(ranks, flats, form, [True, True])
         assert bool(flats[0].isfinite().all()) and torch.equal(*flats)
+
+
+def test_large_values_of_both_signs_are_no_reason_to_start_over() -> None:
+    """Their sum, in float16, would be infinite, and so would be their difference."""
+    ((bucket, codec),) = codecs(1)
+    for signs in ([1.0, 1.0], [1.0, -1.0], [-1.0, -1.0]):
+        flat = torch.zeros(bucket.numel + 1)
+        flat[:2], flat[-1] = 60_000.0 * torch.tensor(signs), 1.0
+        codec.decode(codec.encode(flat, HALF, weight=1.0), flat)
+        largest = codec.to_check()
+        assert largest is not None and float(largest) == 60_000.0
+
+
+def test_the_search_for_what_is_no_number_copies_no_bucket() -> None:
+    (bucket,) = pack([torch.nn.Parameter(torch.zeros(100_000))], 1 << 20)
+    codec = BucketCodec(bucket, Streams([bucket]), 1)
+    reduced = codec.encode(bucket.flat, HALF, weight=1.0)
+    assert largest_allocation_bytes(lambda: codec.decode(reduced, bucket.flat)) < 1000
 
 
 def test_a_gradient_too_large_for_float16_is_sent_in_parts() -> None:

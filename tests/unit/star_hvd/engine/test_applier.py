@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from star_hvd.engine.applier import Applier, Shadow, replayable, steps_by_bucket
 from star_hvd.engine.buckets import pack
 from star_hvd.engine.hyperparameters import HyperRow
+from tests.support.allocations import largest_allocation_bytes
 
 CASES: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1}),
@@ -174,3 +175,18 @@ def test_replays_call_no_hooks_of_all_optimizers(base: Any) -> None:
             each.remove()
     assert torch.equal(param.detach(), torch.zeros(3) if base is torch.optim.SGD else -torch.ones(3))
     assert not called or base is Doubled, "a step that calls another class's step runs them there"
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_checksum_copies_no_whole_parameter(dtype: torch.dtype) -> None:
+    flat = torch.randn(12_000_003).to(dtype)
+    param = torch.nn.Parameter(flat[1:])
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    applier = Applier(optimizer, torch.optim.SGD, pack([param], 1 << 20), HyperRow(optimizer.param_groups))
+    size_bytes = param.numel() * param.element_size()
+    raw = param.detach().clone().view(torch.uint8)
+    whole = size_bytes - size_bytes % 4
+    expected = int(raw[:whole].view(torch.int32).sum(dtype=torch.int64)) + int(raw[whole:].sum())
+    assert applier.checksum() == expected % (1 << 24)
+    with torch.no_grad():
+        param[-1] += 1.0
+    assert applier.checksum() != expected % (1 << 24)
+    assert largest_allocation_bytes(applier.checksum) <= 1 << 25 < 2 * size_bytes

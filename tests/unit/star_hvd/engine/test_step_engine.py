@@ -280,3 +280,31 @@ def test_no_state_is_loaded_within_a_step() -> None:
     within = dataclasses.replace(served(1), mid_step=True)
     with pytest.raises(StarError, match=r"ranks \[1\] are between backward"):
         leaving_servers([served(0, leaves=True), within])
+
+
+def test_a_checksum_is_computed_while_the_helper_may_act(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, pair = engines(Plan.partial(2, 1), Clock())
+    held = []
+
+    def take(engine: StepEngine) -> bool:
+        if taken := engine.lock.acquire(blocking=False):
+            engine.lock.release()
+        return taken
+
+    def checksum(engine: StepEngine) -> int:
+        with ThreadPoolExecutor(1) as helper:
+            held.append(not helper.submit(take, engine).result())
+        return 7
+
+    for engine in pair:
+        engine.agreement.resume(engine.plan, 0)
+        monkeypatch.setattr(engine.applier, "checksum", lambda engine=engine: checksum(engine))
+    for _ in range(3):
+        for engine in pair:
+            gradients(engine)
+        for engine in pair:
+            assert engine.arrive()
+        reduce_all(network)
+        for engine in pair:
+            finish(engine)
+    assert held == [False, False]
