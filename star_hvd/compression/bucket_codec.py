@@ -23,7 +23,7 @@ import torch
 
 from scheduler.transmission.wire import HALF, LOW_RANK, NONE
 from star_hvd.compression.pushes import shrunk, small_bytes, whole_bytes
-from star_hvd.engine.buckets import Bucket, memory_format_of
+from star_hvd.engine.buckets import Bucket, memory_format_of, set_weight
 from star_hvd.engine.device import DONE, KEPT, Streams
 
 __all__ = ["RANK", "BucketCodec", "without_form"]
@@ -141,32 +141,34 @@ class BucketCodec:
             if self._residual is not None:
                 flat[:-1].add_(self._residual)
                 self._residual = None
-            reduced = self._bucket.to_wire(flat)
+            reduced = self._bucket.to_wire(flat, weight)
         elif not weight:
             reduced = self._new(flat)
         elif self._sent == HALF:
-            reduced = self._to_half(flat)
+            reduced = self._to_half(flat, weight)
         else:
-            reduced = self._to_factors(flat)
+            reduced = self._to_factors(flat, weight)
         self._release(held)
         self._fence = self._streams.give_one(KEPT, flat)
         return reduced
 
-    def decode(self, reduced: torch.Tensor, flat: torch.Tensor) -> None:
-        """Put the sum of all contributions into `flat`. After a step's buckets, call `to_check`."""
+    def decode(self, reduced: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Return the sum of all contributions, see `Wire.decode`. After a step's buckets, call `to_check`."""
         if self._sent == NONE:
-            self._bucket.from_wire(reduced, flat)
-            return
+            return self._bucket.sum_of(reduced, flat)
         self._order(reduced, flat)
+        # A half-precision buffer would round the weight, by which all of the sum is divided.
+        total = flat if flat.dtype == self._dtype else torch.empty_like(flat, dtype=self._dtype)
         if self._sent == HALF:
-            flat.copy_(reduced)
+            total.copy_(reduced)
             if self._unit != 1.0:
-                flat.mul_(self._unit)
+                total.mul_(self._unit)
         else:
-            self._from_factors(reduced, flat)
+            self._from_factors(reduced, total)
         lowest, highest = torch.aminmax(reduced)  # A sum needs a wider type, to which torch would copy all of it.
         self._largest = torch.maximum(highest, -lowest)
         self._fence = self._streams.give_one(KEPT, flat)
+        return total
 
     def to_check(self) -> torch.Tensor | None:
         """Return once the largest magnitude in the last decoded tensor, on its device.
@@ -217,15 +219,15 @@ class BucketCodec:
             self._residual = torch.zeros(flat.numel() - 1, dtype=self._dtype, device=flat.device)
         return self._residual.add_(flat[:-1])
 
-    def _to_half(self, flat: torch.Tensor) -> torch.Tensor:
+    def _to_half(self, flat: torch.Tensor, weight: float) -> torch.Tensor:
         total, reduced = self._total(flat), self._new(flat)
         scaled = total / self._unit
         reduced[:-1] = torch.where(scaled.isinf(), scaled, scaled.clamp(-self._most, self._most))
-        reduced[-1] = flat[-1] / self._unit
+        set_weight(reduced, weight / self._unit)
         total.sub_(reduced[:-1], alpha=self._unit)
         return reduced
 
-    def _to_factors(self, flat: torch.Tensor) -> torch.Tensor:
+    def _to_factors(self, flat: torch.Tensor, weight: float) -> torch.Tensor:
         total, reduced = self._total(flat), self._new(flat)
         at = 0
         for first, last in self._dense:
@@ -237,7 +239,7 @@ class BucketCodec:
             left = left.T if self._across else left
             torch.mm(left, matrix.basis, out=factor)
             left.addmm_(factor, matrix.basis.T, alpha=-1.0)
-        reduced[self._weight_at(reduced)] = flat[-1]
+        set_weight(reduced[: self._weight_at(reduced) + 1], weight)
         return reduced
 
     def _from_factors(self, reduced: torch.Tensor, flat: torch.Tensor) -> None:

@@ -107,9 +107,9 @@ class LossyWire(Wire):
         with self._lock:
             return self._codecs[bucket.index].encode(flat, self.form, weight=weight, unit=self._unit)
 
-    def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:
+    def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
         with self._lock:
-            self._codecs[bucket.index].decode(reduced, flat)
+            return self._codecs[bucket.index].decode(reduced, flat)
 
     def decoded(self) -> None:
         with self._lock:

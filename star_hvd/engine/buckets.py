@@ -85,14 +85,32 @@ class Bucket:
         """
         return torch.zeros(self.flat.numel(), dtype=self.average_dtype, device=self.flat.device)
 
-    def to_wire(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to reduce for `flat`: the buffer itself with its tail, or a copy in the wire's type."""
+    def to_wire(self, flat: torch.Tensor, weight: float | None = None) -> torch.Tensor:
+        """Return the tensor to reduce for `flat`: the buffer itself with its tail, or a copy in the wire's type.
+
+        Args:
+            flat: The buffer.
+            weight: Its weight, which a copy gets unrounded; None for that in the buffer.
+        """
         if self.tail:
             return flat.as_strided((flat.numel() + self.tail,), (1,))
         if self.wire.dtype == flat.dtype:
             return flat
         target = self.wire if flat is self.flat else torch.empty_like(self.wire)
-        return target.copy_(flat)
+        target.copy_(flat)
+        if weight is not None:  # bfloat16 has 8 bits, and a rounded weight would scale the whole mean.
+            set_weight(target, weight)
+        return target
+
+    def sum_of(self, wire: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Return the reduced values, weight last, in a type that does not round the weight to few bits.
+
+        That is `flat`, into which they are copied, except for bfloat16: there they have to be divided first.
+        """
+        if flat.dtype == torch.bfloat16:
+            return wire.to(self.average_dtype)
+        self.from_wire(wire, flat)
+        return flat
 
     def from_wire(self, wire: torch.Tensor, flat: torch.Tensor) -> None:
         """Copy the reduced values back into `flat`."""
@@ -244,11 +262,11 @@ class Wire:
 
     def encode(self, bucket: Bucket, flat: torch.Tensor, *, weight: float) -> torch.Tensor:
         """Return the tensor to reduce for `flat`, whose gradients have the weight `weight`, 0 if it holds none."""
-        return bucket.to_wire(flat)
+        return bucket.to_wire(flat, weight)
 
-    def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:
-        """Copy the reduced values back into `flat`."""
-        bucket.from_wire(reduced, flat)
+    def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        """Return the sum, weight last: `flat`, into which it is copied, or another tensor of a wider type."""
+        return bucket.sum_of(reduced, flat)
 
     def decoded(self) -> None:
         """All buckets of a step are decoded, by this thread or earlier. The host may wait for the device here."""

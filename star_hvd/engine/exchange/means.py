@@ -16,15 +16,26 @@ def norm(flat: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def divide(flat: torch.Tensor, streams: Streams, ranks: int) -> torch.Tensor:
-    """Turn a summed buffer (weight last) into the mean times `ranks`, in place, without reading from a device."""
+def divide(total: torch.Tensor, flat: torch.Tensor, streams: Streams, ranks: int) -> torch.Tensor:
+    """Write the mean times `ranks` into `flat`, without reading from a device, and return `flat`.
+
+    Args:
+        total: The sum, weight last: `flat` itself, or a tensor of a wider type, so that only the quotient is rounded.
+        flat: The buffer.
+        streams: Streams of the buffers' devices.
+        ranks: What the mean is multiplied by.
+    """
+    if total is not flat:
+        flat[-1:].copy_(total[-1:])
     if streams.queues(flat):
-        whole = flat[-1:].clamp_min(torch.finfo(flat.dtype).tiny)  # Without any contribution the sum stays zero.
-        flat[:-1].div_(whole if ranks == 1 else whole.div_(ranks))
+        whole = total[-1:].clamp_min(torch.finfo(total.dtype).tiny)  # Without any contribution the sum stays zero.
+        torch.div(total[:-1], whole if ranks == 1 else whole.div_(ranks), out=flat[:-1])
         return flat
-    factor = float(flat[-1]) / ranks
+    factor = float(total[-1]) / ranks
     if factor not in (0.0, 1.0):  # If no rank contributed a gradient, the sum stays zero.
-        flat[:-1].div_(factor)
+        torch.div(total[:-1], factor, out=flat[:-1])
+    elif total is not flat:
+        flat[:-1].copy_(total[:-1])
     return flat
 
 

@@ -187,9 +187,8 @@ class StepExchange:
         flat, reduced_buffer = step.buffers[bucket.index], step.reduced_buffers[bucket.index]
         assert flat is not None and reduced_buffer is not None
         self._applier.streams.use(reduced_buffer, flat)  # Another thread may have submitted them.
-        if step.averaging is None:
-            self._wire.decode(bucket, reduced_buffer, flat)
-        mean = step.means[bucket.index] = divide(flat, self._applier.streams, self._mean_factor)
+        total = self._wire.decode(bucket, reduced_buffer, flat) if step.averaging is None else flat
+        mean = step.means[bucket.index] = divide(total, flat, self._applier.streams, self._mean_factor)
         return mean
 
     def read(self, step: OpenStep) -> tuple[Header, list[torch.Tensor], float]:

@@ -46,7 +46,7 @@ def step(
     assert len({codec.suffix(form) for _, codec in ranks}) == 1
     total = torch.stack([one.to(torch.float64) for one in sent]).sum(0).to(sent[0].dtype)
     for (_, codec), own, flat in zip(ranks, sent, flats, strict=True):
-        codec.decode(own.copy_(total), flat)
+        flat.copy_(codec.decode(own.copy_(total), flat))
         found = codec.to_check()
         if found is not None and not math.isfinite(float(found)):
             codec.drop_infinite()

@@ -44,10 +44,11 @@ class Recorded(LossyWire):
         self.sums: list[tuple[int, torch.Tensor]] = []
         self.used: set[int] = set()
 
-    def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> None:
-        super().decode(bucket, reduced, flat)
+    def decode(self, bucket: Bucket, reduced: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
+        total = super().decode(bucket, reduced, flat)
         self.used.add(self.form)
-        self.sums.append((bucket.index, flat.double().clone()))
+        self.sums.append((bucket.index, total.double().clone()))
+        return total
 
 
 class LossyWorld(World):
@@ -240,7 +241,7 @@ def test_float16_is_relative_to_the_mean_weight_of_the_step_before(weight: float
         for made, _, (bucket,) in ranks:
             made.ended(HALF, after)
             bucket.flat.fill_(weight)  # Every gradient is 1.
-            sent.append(made.encode(bucket, bucket.flat, weight=1.0))
+            sent.append(made.encode(bucket, bucket.flat, weight=weight))
         for made, _, (bucket,) in ranks:
             made.decode(bucket, sent[0] + sent[1], bucket.flat)
             assert torch.allclose(bucket.flat[:-1] / bucket.flat[-1], torch.ones(1), rtol=1e-2)
