@@ -40,7 +40,8 @@ A step that no longer concerns these parameters changes nothing: `push` and `can
 While the program has other values in the live parameters (`displaced`), an average of them that it evaluates say, they
 are not those of `step`: nothing is copied from them, and what ended meanwhile is fetched from another rank later.
 Values that it loads (`set_aside`) replace those of `step` once all ranks have them; until then no step is applied to
-them either. For both, `replay_one` and `catch_up` end in `cannot_replay` where they would have to.
+them either. For both, `replay_one` and `catch_up` end in `cannot_replay` where they would have to; so does `replay_one`
+if the device has no memory for the shadow.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -62,6 +64,8 @@ from star_hvd.engine.swap_detector import SwapDetector
 from star_hvd.locks import ordered_rlock
 
 __all__ = ["Replica", "ReplicaState"]
+
+logger = logging.getLogger("star_hvd")
 
 _DEVICE_DEADLINE_S = 300.0
 
@@ -473,28 +477,40 @@ class Replica:
                     return False
                 result, step = self.queue[0], self.step
                 shadow = self._shadow
-            if shadow is None:
-                with self.copying():
-                    shadow = Shadow(self.applier, step)
-                # Asked behind the copy: the program may have begun to change them meanwhile.
-                if self.displaced or self._set_aside:  # A queue would grow for as long as the program keeps them.
-                    with self.lock:
-                        self.cannot_replay()
-                        self._changed()
-                    return True
-            assert shadow.step == result.step, "a step is missing before a replay"
-            shadow.read.order()
-            result.fence.order(*result.means)
-            shadow.apply(result.means, result.row)
-            shadow.written = self._streams.give(SHADOW)
+            try:
+                shadow = self._replayed(result, shadow, step)
+            except torch.OutOfMemoryError as error:  # The device may have room for the state, but not for another.
+                logger.warning("the state of step %d will be fetched, as replaying it needs memory: %s", step, error)
+                shadow = None
             with self.lock:
+                if shadow is None:
+                    self.cannot_replay()
                 # A step that cannot be replayed may have ended meanwhile and discarded all this.
-                if self.queue and self.queue[0] is result:
+                elif self.queue and self.queue[0] is result:
                     self.queue.popleft()
                     self._shadow = shadow
                     self._counters.replayed += 1
                 self._changed()
             return True
+
+    def _replayed(self, result: Result, shadow: Shadow | None, step: int) -> Shadow | None:
+        """Replay a step on the shadow, or on a new one of the live parameters, which are those of `step`.
+
+        Returns:
+            The shadow; None if the program has other values in the live parameters.
+        """
+        if shadow is None:
+            with self.copying():
+                shadow = Shadow(self.applier, step)
+            # Asked behind the copy: the program may have begun to change them meanwhile.
+            if self.displaced or self._set_aside:  # A queue would grow for as long as the program keeps them.
+                return None
+        assert shadow.step == result.step, "a step is missing before a replay"
+        shadow.read.order()
+        result.fence.order(*result.means)
+        shadow.apply(result.means, result.row)
+        shadow.written = self._streams.give(SHADOW)
+        return shadow
 
     def shadow_with(self, write: Callable[[Sequence[Bucket], torch.optim.Optimizer], None]) -> None:
         """Create a shadow for the pending averaging, which `write` fills in; called under `apply_lock`."""

@@ -450,3 +450,27 @@ def test_an_averaging_is_discarded_with_the_steps_behind_it(ended_since: int, on
     assert replica.state is (ReplicaState.STALE if ended_since else ReplicaState.CURRENT) and replica.step == 1
     replica.discard_average()
     assert replica.state.needs_fetch == bool(ended_since), "with none pending it changes nothing"
+
+
+@pytest.mark.parametrize(("where", "replayed_before"), [("__init__", 0), ("apply", 0), ("apply", 1)])
+def test_without_memory_for_a_shadow_the_state_is_fetched(
+    where: str, replayed_before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    applier = new_applier()
+    replica = Replica(applier, threading.Condition(threading.RLock()), Counters(), lambda: None)
+    before = [param.detach().clone() for bucket in applier.buckets for param in bucket.params]
+    for number in range(replayed_before + 1):
+        with replica.lock:
+            replica.push(Result(number, [torch.ones_like(bucket.flat) for bucket in applier.buckets], None))
+        if number == replayed_before:
+            monkeypatch.setattr(module.Shadow, where, fails)
+        assert replica.replay_one()
+    assert replica.state is ReplicaState.STALE and not replica.queue and not replica.replay_one()
+    live = [param.detach() for bucket in applier.buckets for param in bucket.params]
+    assert all(map(torch.equal, live, before)) and replica.snapshot() is None
+    with replica.apply_lock, replica.lock:
+        assert replica.adopt(Snapshot(9, [torch.full_like(param, 3.0) for param in live], [{} for _ in live]), ended=9)
+    assert replica.state is ReplicaState.CURRENT
