@@ -50,7 +50,7 @@ BAD = [
     m.Register(0, PLAN, {}, edge_part=math.nan),
     m.Register(0, PLAN, {}, pushed_part=0.0),
     m.Register(0, PLAN, {}, pushed_part=1.5),
-    Feeds(-1, 0),
+    Feeds(-2, 0),
     Feeds(0, -1),
     ServerUp(0, 1, 99, ["127.0.0.1", "1", "00"]),
     ServerUp(0, 1, -1, ["127.0.0.1", "1", "00"]),
