@@ -84,8 +84,9 @@ def shard(
     first gradient.
 
     Ranks may have different numbers of iterations, by one in `sync` without `drop_last`, by more in relaxed modes and
-    where nothing is trained. So call collectives of the program behind the loop, not in every iteration: a rank that
-    has no more waits for the others at the end of the loop.
+    where nothing is trained. So call collectives of the program behind the loop, not in its iterations: a rank that
+    has no more waits for the others at the end of the loop. Under `auto`, ranks stay in exact modes from the first such
+    call on, so that they have equally many.
 
     Args:
         data: A map-style data set, a DataLoader, or either of an `IterableDataset`.
@@ -305,7 +306,8 @@ class ShardLoader:
         run.feeding.begin(self._number)
         exhausted = False
         try:
-            yield from (self._epoch_in_parts if self._parts else self._epoch_in_batches)(coming)
+            with contextlib.nullcontext() if self._evaluates else run.loop():
+                yield from (self._epoch_in_parts if self._parts else self._epoch_in_batches)(coming)
             exhausted = True
         finally:
             run.feeding.end(self._number, exhausted=exhausted)

@@ -136,6 +136,7 @@ def may_start() -> bool:
     return not env.elastic() or _inside_elastic > 0
 
 
+_LOOPING = 2  # Steps behind which a collective belongs to a loop's iterations, not to setting something up.
 _AFTER_ERROR_S = 60.0
 """Longest wait for the other ranks within the handling of an error: on one rank alone it has to end the job, as under
 plain Horovod; an early end of the training that is an exception, too, comes on all ranks within some steps."""
@@ -203,6 +204,7 @@ class Runtime:
         self.behind_step: Callable[[], None] | None = None  # Called behind the step of micro-batches in progress.
         self.memory = MemoryLimits(self.config.max_batch)
         self.steps_ended = 0  # How often the gradients of a step were collected, over all optimizers.
+        self._loops: list[int] = []  # `steps_ended` as each open iteration over a `shard` loader began.
         self._had_shares = False
         self.thread_failure: StarError | RankLostError | None = None  # Why a thread of this process ended, if one did.
         self.agent: Agent
@@ -388,6 +390,35 @@ class Runtime:
         self.steps_ended += 1
         self._meetings.note_training_thread()
         program_end.note_step()
+
+    @contextlib.contextmanager
+    def loop(self) -> Iterator[None]:
+        """The program's loop over a `shard` loader, see `note_collective`."""
+        began = self.steps_ended
+        self._loops.append(began)
+        try:
+            yield
+        finally:
+            self._loops.remove(began)
+
+    def note_collective(self, name: str) -> None:
+        """Keep `auto` in exact modes if the program calls a collective within its loop over a `shard` loader.
+
+        In relaxed modes ranks take batches as they need them, so one would wait for the others in a collective of an
+        iteration that these do not have. One that belongs to the first step of a loop may set something up.
+
+        Args:
+            name: The collective.
+        """
+        if not any(self.steps_ended - began >= _LOOPING for began in self._loops) or not self.in_training_thread():
+            return
+        reason = (
+            f"the program calls hvd.{name} within its loop over an hvd.shard loader, so all ranks need equally many "
+            "iterations; call it behind the loop to have relaxed modes"
+        )
+        for driver in list(self.drivers.values()):
+            if driver.auto:
+                driver.pin(reason)
 
     @property
     def trains(self) -> bool:

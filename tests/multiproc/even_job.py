@@ -201,6 +201,28 @@ def native_few() -> dict[str, Any]:
         return {"error": str(error)}
 
 
+def averaging() -> dict[str, Any]:
+    """A program that averages its loss every fifth iteration, under `auto` with a slow rank."""
+    net = make_net()
+    optimizer = _optimizer(net.parameters())
+    loader = hvd.shard(torch.utils.data.Subset(make_dataset(), range(995)), batch_size=5, seed=11)
+    batches, modes = [], []
+    for _ in range(3):
+        count = 0
+        for inputs, wanted, _ in loader:
+            time.sleep(0.02 * (1 + 3 * (hvd.rank() == 2)))
+            optimizer.zero_grad()
+            loss = torch.nn.functional.mse_loss(net(inputs), wanted)
+            loss.backward()
+            optimizer.step()
+            count += 1
+            if count % 5 == 0:
+                hvd.allreduce(loss.detach(), name="loss")
+        batches.append(hvd.allgather_object(count, name="count"))
+        modes.append(optimizer.mode)
+    return {"batches": batches, "once": [], "modes": modes}
+
+
 if __name__ == "__main__":
     hvd.init()
     write_result({"rank": hvd.rank(), **globals()[sys.argv[1]]()})
