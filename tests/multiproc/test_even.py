@@ -49,7 +49,7 @@ def test_ranks_in_join_add_zeros_to_an_optimizer_that_reduces_as_horovod_does() 
 
 
 def test_auto_stays_exact_where_the_loop_holds_a_collective() -> None:
-    """In relaxed modes ranks have different numbers of iterations, and one waits for another that is in a collective."""
+    """In relaxed modes ranks have different numbers of iterations, and one waits for one in a collective."""
     job = _job("averaging").check()
     results = job.results
     _check([{**rank, "batches": rank["batches"][1:]} for rank in results])  # The first one may have begun relaxed.
