@@ -89,8 +89,8 @@ class Feeding:
     Args:
         found: Called with a loader's number when gradients have followed its batches `SURE` times in a row, unless
             it was the last to be named; with -1 when gradients of `SURE` steps in a row have been of no loop over one.
-        mixed: Called once with the number of a loader that was named, when `SURE` gradients have been of its batches
-            and of another loader's: batch shares would weigh the other one's samples by this one's.
+        mixed: Called once with the number of a loader, each time that it is named, when `SURE` gradients have been of
+            its batches and of another loader's: batch shares would weigh the other one's samples by this one's.
         step: Returns the step that the training is at: a gradient of several buckets counts once.
 
     Attributes:
@@ -198,7 +198,7 @@ class Feeding:
         elif self._named >= 0:
             self._outside += [step for step in [self._step()] if step not in self._outside]
             if len(self._outside) >= SURE:
-                self._named, self._times = -1, 0
+                self._named, self._times, self._of_several = -1, 0, 0
                 self._outside.clear()
                 self._found(-1)
 

@@ -100,6 +100,22 @@ def test_gradients_of_several_loaders_batches_are_found_also_if_not_every_one_is
     assert program.found == [TRAINING, LATER] and program.mixed == [TRAINING]
 
 
+def test_gradients_of_several_loaders_are_found_again_behind_a_training_without_one(program: Program) -> None:
+    for stage in (1, 2):
+        for loader in (TRAINING, OTHER):
+            program.feeding.begin(loader)
+        for _ in range(4):
+            program.step(TRAINING, OTHER)
+            program.made += 1
+        assert program.found == [TRAINING, -1, TRAINING][: 2 * stage - 1] and program.mixed == [TRAINING] * stage
+        for loader in (TRAINING, OTHER):
+            program.feeding.end(loader)
+        for _ in range(2):
+            program.feeding.weight(1)
+            program.made += 1
+    assert program.found == [TRAINING, -1, TRAINING, -1]
+
+
 def test_batches_looked_at_before_the_first_step_mix_no_gradients(program: Program) -> None:
     program.feeding.begin(OTHER)
     program.feeding.note(OTHER, 1.0)
