@@ -362,7 +362,7 @@ class Runtime:
         Collective: waits until all ranks are here; until then this rank's helper contributes to the others' steps.
         """
         with self.meeting(messages.CLOSE, out_of_data=True):
-            self._fetch_state(driver)
+            self._fetch_state(driver, "closes")
             driver.shutdown()
             # A rank that runs a server keeps it until all groups have received their last answers.
             self.client.await_all("the last answers of an optimizer's servers", self.config.step_deadline_s)
@@ -370,10 +370,20 @@ class Runtime:
         self.agent.send(messages.Unregister(driver.number))
 
     @torch.inference_mode(False)
-    def _fetch_state(self, driver: StepDriver) -> None:
-        """Get the state of an optimizer that ends, if it is not here: all ranks have met, and keep it until then."""
-        if driver.state_is_remote and not driver.dropped:
-            driver.refresh_state()
+    def _fetch_state(self, driver: StepDriver, does: str) -> None:
+        """Get the state of an optimizer that ends, if it is not here: all ranks have met, and keep it until then.
+
+        A rank that cannot get it goes on to where the others wait for it.
+
+        Args:
+            driver: The optimizer's driver.
+            does: What the rank does, for the log.
+        """
+        try:
+            if driver.state_is_remote and not driver.dropped:
+                driver.refresh_state()
+        except Exception as error:  # The others wait all the same; a failure of the job is raised there.
+            logger.error("rank %d %s with the optimizer state it has: %s", self.rank, does, error)
 
     def _end(self, driver: StepDriver) -> None:
         """Release an optimizer that no rank waits for any more."""
@@ -766,10 +776,7 @@ class Runtime:
         When the program has ended nothing reads them, and only the other ranks are waited for.
         """
         for driver in [] if program_end.ended() else list(self.drivers.values()):
-            try:
-                self._fetch_state(driver)
-            except Exception as error:  # The others wait all the same.
-                logger.error("rank %d leaves with the optimizer state it has: %s", self.rank, error)
+            self._fetch_state(driver, "leaves")
         self._meetings.meet("shutdown", self.config.control_deadline_s, out_of_data=True)
 
     # ---- agent thread ---------------------------------------------------------------------------------------

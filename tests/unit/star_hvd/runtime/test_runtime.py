@@ -220,6 +220,42 @@ def test_one_rank_speaks_for_all(rank: Callable[[int], None], caplog: pytest.Log
     assert caplog.records == []
 
 
+# ---- the end of an optimizer -----------------------------------------------------------------------------------------
+
+
+class Closing(Leaving):
+    """The runtime of a rank whose optimizer ends, and what it does then."""
+
+    def __init__(self) -> None:
+        super().__init__(Parts())
+        self.did = list[str]()
+        self._meetings = cast(Any, SimpleNamespace(meeting=lambda *given, **named: contextlib.nullcontext()))
+        self.client = cast(Any, SimpleNamespace(await_all=lambda what, deadline_s: self.did.append("await all")))
+        self.asked = cast(Any, SimpleNamespace(forget=lambda number: None))
+        self.services = cast(Any, SimpleNamespace(forget=lambda number: None))
+        self._had_dropped = self._had_mixed = False
+
+
+def test_a_rank_that_cannot_get_the_state_at_a_close_goes_to_where_the_others_wait(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They would wait there for `step_deadline_s`, and fail though they have the state."""
+    run = Closing()
+
+    def refresh_state() -> None:
+        raise DeadlineError("no answer of server 1")
+
+    driver: Any = SimpleNamespace(
+        number=0, dropped=False, state_is_remote=True, refresh_state=refresh_state, reporter=SimpleNamespace(log=None),
+        engine=SimpleNamespace(agreement=SimpleNamespace(mixed=True)),
+        shutdown=lambda: run.did.append("shutdown"), stop=lambda: run.did.append("stop"),
+    )  # fmt: skip
+    run.drivers[0] = driver
+    run.detach(driver)
+    assert run.did == ["shutdown", "await all", "stop"] and run.drivers == {}
+    assert "rank 0 closes with the optimizer state it has: no answer of server 1" in caplog.text
+
+
 # ---- the end of a thread ---------------------------------------------------------------------------------------------
 
 
