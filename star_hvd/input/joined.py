@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import queue
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,6 +23,7 @@ from star_hvd.channel.messages.joins import JoinCalled, JoinedRanks, ProgramColl
 from star_hvd.engine.collective import HorovodCollective, wait_all
 from star_hvd.errors import DeadlineError, StarError
 from star_hvd.locks import ordered_lock
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["Joined", "described"]
 
@@ -136,7 +136,7 @@ class Joined:
             StarError: Another rank is in a collective that needs this rank's data.
         """
         self._send(JoinCalled())
-        limit_s, steps = time.monotonic() + deadline_s, self._steps()
+        wait, steps = WaitTime(self._look_s), self._steps()
         collective, handles = HorovodCollective(), collections.deque[Any]()
         while True:
             try:
@@ -144,15 +144,15 @@ class Joined:
             except queue.Empty:
                 self._check()
                 if (ended := self._steps()) != steps:
-                    limit_s, steps = time.monotonic() + deadline_s, ended
-                if time.monotonic() < limit_s:
+                    wait, steps = WaitTime(self._look_s), ended
+                if wait.count() < deadline_s:
                     continue
                 missing = sorted(set(range(world_size)).difference(self._ranks))
                 raise DeadlineError(
                     f"ranks {missing} did not call hvd.join() within {deadline_s:g} s of the last step "
                     "that ended here; all ranks have to, or raise Config.step_deadline_s"
                 ) from None
-            limit_s = time.monotonic() + deadline_s
+            wait = WaitTime(self._look_s)
             if isinstance(message, ProgramCollective):
                 handles += self._add_zeros(message)
                 while handles and collective.poll(handles[0]):  # Until then Horovod keeps their zeros in memory.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 import time
@@ -10,14 +11,18 @@ from typing import Any
 
 import pytest
 
+from scheduler.records import Plan
 from star_hvd.channel.messages.base import EpochEnd
+from star_hvd.channel.messages.joins import JoinedRanks
 from star_hvd.channel.messages.leases import Consumed
 from star_hvd.config import Config
 from star_hvd.engine import meeting
 from star_hvd.engine.collective import wait_all
 from star_hvd.engine.meeting import Position, gather_positions
 from star_hvd.errors import DeadlineError
+from star_hvd.input.joined import Joined
 from star_hvd.input.lease_stock import LeaseStock
+from star_hvd.modes.driver import StepDriver
 from star_hvd.modes.helper import Helper
 from star_hvd.runtime import coordinator_client
 from star_hvd.runtime.coordinator_client import CoordinatorClient
@@ -29,6 +34,7 @@ from tests.support.sending import sending_to
 
 DEADLINE_S = 60.0
 SUSPENDED_S = 3600.0
+REAL_S = time.monotonic
 
 
 class Clock:
@@ -38,7 +44,7 @@ class Clock:
         self.passed_s, self.looks = 0.0, 0
 
     def now_s(self) -> float:
-        return time.monotonic() + self.passed_s
+        return REAL_S() + self.passed_s
 
     def look(self) -> None:
         self.looks += 1
@@ -49,8 +55,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    for module in (wait_time, coordinator_client):
-        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=found.now_s))
+    monkeypatch.setattr(time, "monotonic", found.now_s)
     return found
 
 
@@ -160,6 +165,38 @@ def test_answers_of_the_coordinator_are_waited_for(clock: Clock) -> None:
     client.await_epoch_end(0, 5)
     clock.looks = 0
     assert client.consumed(0, 1, 1) == [] and clock.passed_s == 2 * SUSPENDED_S
+
+
+def test_ranks_that_have_not_joined_are_waited_for(clock: Clock) -> None:
+    def check() -> None:
+        clock.look()
+        if clock.looks == 3:
+            joined.on_message(JoinedRanks([0, 1]))
+
+    joined = Joined(lambda message: None, check, lambda name: None, collections.Counter(), look_s=0.001)
+    assert joined.wait(2, DEADLINE_S) == 1 and clock.looks == 3
+
+
+@pytest.mark.parametrize("plan", [Plan.ps(2, 1), Plan.local(2, steps=4)], ids=lambda plan: str(plan.mode))
+def test_the_end_of_a_mode_is_waited_for(clock: Clock, plan: Plan) -> None:
+    class Engine:
+        rank, replica = 1, SimpleNamespace(state=SimpleNamespace(needs_fetch=False))
+
+        @property
+        def plan(self) -> Plan:
+            clock.look()
+            return plan if clock.looks < 4 else Plan.sync(2)
+
+    idle: Any = SimpleNamespace(
+        active_mode=None, needs_state=False, must_drain=False, leave=lambda: None, enter=lambda: None,
+        take_over=lambda **how: None, copy=lambda: None, write=lambda values: None,
+    )  # fmt: skip
+    none: Any = None
+    made = StepDriver(0, Config(), lambda message, urgent=True: None, none, str, lambda task: None)
+    engine: Any = Engine()
+    made.engine, made.switcher, made.local, made.loaded = engine, idle, idle, idle
+    made.leave_local() if plan.mode == "local" else made.bring_state_home()
+    assert clock.looks >= 4 and clock.passed_s == SUSPENDED_S
 
 
 def test_a_coordinator_that_was_heard_until_a_pause_is_given_time(monkeypatch: pytest.MonkeyPatch) -> None:
