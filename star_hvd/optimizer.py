@@ -327,7 +327,7 @@ class _Wrapper:
             plan=given["plan"],
             mode=given["mode"],
             run=runtime.ensure(given["config"]) if runtime.may_start() else None,
-            config=given["config"] or Config(),
+            config=given["config"],
             exact=given["exact"],
             overlap=given["overlap"],
             names=given["names"],

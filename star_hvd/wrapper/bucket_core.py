@@ -114,7 +114,8 @@ class BucketCore:
         mode: The mode it was made from, which says what it is with another number of ranks.
         run: The runtime. None in an elastic job, where a new worker must not call collectives before
             `hvd.elastic.run`, which attaches the optimizer.
-        config: Settings of this optimizer; those of channel and control are the runtime's.
+        config: Settings that the user gave to this optimizer, None for the defaults; those of channel and control are
+            the runtime's.
         names: Name of every parameter.
         max_grad_norm: Norm to which the averaged gradient is clipped.
         exact: Whether `auto` may choose only exact modes.
@@ -139,7 +140,7 @@ class BucketCore:
         plan: Plan | None,
         mode: str | Plan = "auto",
         run: runtime.Runtime | None,
-        config: Config,
+        config: Config | None,
         names: dict[torch.nn.Parameter, str],
         max_grad_norm: float | None,
         exact: bool = False,
@@ -181,7 +182,7 @@ class BucketCore:
         self.buckets: list[Bucket] = []
         self.wire = LossyWire(self.buckets) if lossy else None  # Belongs to the optimizer, so it outlives a world.
         self._names = names
-        self._config = config
+        self._config, self._users_config = config or Config(), config
         self._attached: tuple[runtime.Runtime, StepDriver] | None = None
         self._closed = False
         self._timeline: StepTimeline | None = None
@@ -816,7 +817,7 @@ class BucketCore:
             return
         if not self._attached[0].in_training_thread():
             raise StarError(_STOPPED)
-        self.restart(runtime.ensure(self._config))
+        self.restart(runtime.ensure(self._users_config))  # None asks for no settings of the job.
 
     def restart(self, run: runtime.Runtime) -> None:
         """Continue in a new world with parameters and optimizer state; a partial step is discarded."""

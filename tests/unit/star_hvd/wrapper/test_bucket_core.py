@@ -65,6 +65,7 @@ class Hooked:
         kind: The optimizer's class.
         plan: The user's plan.
         exact: Whether `auto` may choose only exact modes.
+        config: The user's settings of this optimizer.
 
     Attributes:
         pair: The two parameters of the first bucket.
@@ -78,6 +79,7 @@ class Hooked:
         kind: type[torch.optim.SGD] = torch.optim.SGD,
         plan: Plan | None = None,
         exact: bool = False,
+        config: Config | None = None,
     ) -> None:
         place = torch.device("cpu") if device is None else CUDA0
         params = [torch.nn.Parameter(torch.zeros(3, device=place)) for _ in range(8)]  # Four buckets.
@@ -93,7 +95,7 @@ class Hooked:
         run: Any = Run(give)
         self.core = BucketCore(
             self.inner, kind, wrapped=weakref.ref(self.inner), passes=1, scale_by_ranks=False, fp16=False,
-            sparse_as_dense=False, plan=plan, exact=exact, run=run, config=Config(), names={}, max_grad_norm=None,
+            sparse_as_dense=False, plan=plan, exact=exact, run=run, config=config, names={}, max_grad_norm=None,
         )  # fmt: skip
         self.pair = self.core.buckets[0].params
         assert len(self.pair) == 2
@@ -182,6 +184,26 @@ def test_after_a_second_start_the_optimizer_goes_on_in_the_new_world(
     monkeypatch.setattr(old, "in_training_thread", lambda: True)
     hooked.gradient(hooked.pair[0])
     assert hooked.core.attached_to(new) and hooked.core.pending  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("config", [None, Config(step_deadline_s=60.0)], ids=["no config", "a config"])
+def test_after_a_second_start_the_optimizer_asks_only_for_settings_that_the_user_gave(
+    monkeypatch: pytest.MonkeyPatch, config: Config | None
+) -> None:
+    """The defaults would count as settings, which differ from those of a loader that came first."""
+    hooked, asked = Hooked(monkeypatch, lambda bucket: None, config=config), list[Config | None]()
+
+    def ensure(config: Config | None) -> Run:
+        asked.append(config)
+        return Run(lambda bucket: None)
+
+    monkeypatch.setattr(bucket_core, "same_on_all_ranks", lambda params, names, ordered=False: params)
+    monkeypatch.setattr(runtime, "ensure", ensure)
+    monkeypatch.setattr(hooked.core.run, "stopped", True)
+    monkeypatch.setattr(hooked.core.run, "in_training_thread", lambda: True, raising=False)
+    monkeypatch.setattr(mpi_ops, "is_initialized", lambda: True)
+    hooked.gradient(hooked.pair[0])
+    assert asked == [config]
 
 
 # ---- others' steps, while this rank is in the middle of one ----------------------------------------------------------
