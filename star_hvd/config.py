@@ -20,7 +20,7 @@ class Config:
     `bucket_bytes`, `damping`, `max_staleness`, `noise_interval_steps`, `replay_queue` and `replica_mismatch` are each
     optimizer's own. All others are the whole job's: the first loader, `work` or optimizer of the job sets them, by its
     `config` or with the defaults, and a later `config` that differs in them is named in a warning. So give the same
-    `config` to all of them.
+    `config` to all of them. In an elastic job a loader counts from its first iteration.
 
     Deadlines have to be finite and more than 0, which does not mean "unlimited". A rank is heard once in `heartbeat_s`,
     so `absent_after_s` and `lost_after_s` have to be at least 3 times as long.

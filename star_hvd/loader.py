@@ -99,7 +99,7 @@ def shard(
             last step that is not whole is left out, as with Horovod: some ranks would have a batch more than others.
         collate_fn: Makes a batch from a list of samples; torch's default if omitted.
         config: Settings of the job, if no optimizer, loader or `work` has come before; give an optimizer that follows
-            the same ones. See `Config`.
+            the same ones. In an elastic job a loader counts from its first iteration. See `Config`.
         batches: For an `IterableDataset`: batches per epoch, over all ranks.
         microbatches: Number of micro-batches into which each batch is split. Each iteration of the loop yields one;
             `optimizer.step()` accumulates gradients and makes a step at the last micro-batch of each batch
@@ -711,7 +711,7 @@ def work(total: int, chunk: int, *, config: Config | None = None) -> Iterator[Sp
         total: How many numbers, equal on all ranks.
         chunk: Numbers in a range; the last range may be shorter.
         config: Settings of the job, if no optimizer, loader or `work` has come before; give an optimizer that follows
-            the same ones. See `Config`.
+            the same ones. In an elastic job a loader counts from its first iteration. See `Config`.
 
     The gradients of all batches count alike, whatever the sizes of their ranges; `hvd.weigh` changes that.
 
