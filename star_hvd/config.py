@@ -43,7 +43,8 @@ class Config:
         grace_fraction: The grace is at least this fraction of the usual compute time of a step. Measured: with 0.0,
             ranks of equal speed miss 10 to 20 % of their steps because of milliseconds of jitter.
         grace_mads: The grace also covers the median arrival offset plus this many median absolute deviations.
-        quorum_deadline_s: After this, a relaxed step without its quorum closes with the gradients that are present.
+        quorum_deadline_s: After this, a relaxed step without its quorum closes with the gradients that are present; in
+            a program with several optimizers as soon as all missing ranks should have arrived, if that is earlier.
         step_deadline_s: A reduction that takes longer than this ends the job with an error naming the missing
             ranks. Long, because a user may evaluate on one rank while the others wait, as with plain Horovod.
         shutdown_deadline_s: How long a finished rank contributes to the others' steps before it exits.

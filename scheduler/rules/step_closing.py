@@ -41,7 +41,8 @@ class Close:
         excused: Missing ranks that are inactive (finished, or inside the user's own collective).
         missing: All ranks whose gradient is not waited for.
         typical_compute_s: Usual compute time of a rank that is not slow.
-        reason: `quorum`, `away` or `deadline`.
+        reason: `quorum`, `away`, `deadline`, or `elsewhere` without the quorum before its deadline, as missing ranks
+            probably wait in another optimizer.
     """
 
     step: int
@@ -279,11 +280,12 @@ class ClosingRule:
         if not self._may_close:
             return None, None
         deadline_s = self._first_s + self._quorum_deadline_s
-        if self.several:
-            deadline_s = min(deadline_s, self._all_expected_s() + self.grace_s())
+        elsewhere_s = self._all_expected_s() + self.grace_s() if self.several else math.inf
         if now_s >= deadline_s:
             return self._close("deadline"), None
-        return None, deadline_s
+        if now_s >= elsewhere_s:
+            return self._close("elsewhere"), None
+        return None, min(deadline_s, elsewhere_s)
 
     def _all_expected_s(self) -> float:
         """Time by which every missing active rank should arrive unless it waits elsewhere, infinite if unknown.

@@ -176,7 +176,7 @@ def test_beside_another_optimizer_a_quorum_is_awaited_only_while_ranks_should_ar
     assert order is None and again_s == pytest.approx(0.55 + subject.grace_s())
     subject.deactivate(2)
     order, _ = subject.evaluate(0.5 + subject.grace_s() + 1e-6)
-    assert order is not None and order.reason == "deadline" and order.missing == (0, 2, 3)
+    assert order is not None and order.reason == "elsewhere" and order.missing == (0, 2, 3)
 
 
 def test_beside_another_optimizer_ranks_that_are_behind_have_the_time_for_both_steps() -> None:

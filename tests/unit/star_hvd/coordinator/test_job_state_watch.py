@@ -57,6 +57,20 @@ def test_a_step_closed_at_its_deadline_is_logged(caplog: pytest.LogCaptureFixtur
     assert "step 6 closes without ranks [0, 2]: its quorum was not reached within 60 s" in caplog.text
 
 
+def test_steps_that_close_early_beside_another_optimizer_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """With two steps of one to each of another, every other step would be."""
+    job = relaxed_job()
+    job.register(Plan.sync(3), optimizer_id=1)
+    for step in range(6, 9):
+        for rank in range(3):
+            job.arrive(rank, step, plan_id=1)
+        job.now_s += 0.1
+        job.tick()
+    job.arrive(1, 9, plan_id=1)
+    (order,) = only(job.pass_time(5.0), m.CloseStep)
+    assert order.step == 9 and "quorum" not in caplog.text
+
+
 def test_a_slow_rank_is_named_and_not_named_again_at_once(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(3, Config(report_interval_s=30.0, lost_after_s=1e6))
     job.register(Plan.sync(3))
