@@ -379,8 +379,12 @@ class JobState:
         return self.optimizers[optimizer_id]
 
     def _count_optimizers(self) -> None:
-        """Tell the optimizers whether the program has several; one that a rank has dropped holds up no rank."""
-        several = sum(not each.dropped for each in self.optimizers.values()) > 1
+        """Tell the optimizers whether the program has several.
+
+        One that some ranks have not dropped yet counts: these may step it, and refuse plans that are not possible
+        beside it (`StepDriver.others`).
+        """
+        several = sum(len(each.dropped) < self.world_size for each in self.optimizers.values()) > 1
         for each in self.optimizers.values():
             each.several = several
 

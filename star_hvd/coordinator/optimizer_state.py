@@ -64,6 +64,8 @@ _FED_BY = 8  # Steps after which a loader of `shard` is known if there is one.
 _REGROUP_AFTER = 20  # Consecutive decisions that prefer the same other groups before these are formed.
 _REGROUP_GAIN = 0.10  # Share of gradients per second that groups of `grouped` must add: a change is a hand-over.
 _RATES_S = 3.0  # Longest wait for the rates of links before servers are placed; a sweep takes at most 2 s.
+_OTHERS_S = 1.0
+"""After this the user is told of other optimizers: one that replaces another is made before that has been dropped."""
 _SENT_STEPS = 32  # Steps that say what is usual: more than a trial of a form of gradients takes.
 
 
@@ -122,6 +124,7 @@ class OptimizerState:
         self.shares: ShareControl | None = None  # Of the loader that feeds this optimizer.
         self.several = False  # Whether the program has other optimizers, which bars some modes (`crossing`).
         self.exact = False  # Whether `auto` may choose only modes that do not change the mathematics.
+        self._several_since_s = math.inf
         self._noted_crossing = ""  # What was last logged about modes beside other optimizers.
         self._wanted_failed = ""  # Why the mode that the user asked for could not be prepared when it was last tried.
         self.no_loader_reason = ""  # Why the batch shares or the stealing that the user asked for are not possible.
@@ -416,7 +419,7 @@ class OptimizerState:
         if self._switch is not None and self._switch.overdue(self.rule.step, now_s):
             missed = "some rank did not switch to it" if self._switch.prepared else "not all ranks prepared it"
             self._block_mode(f"{missed} within {self._config.plan_deadline_s:g} s", now_s)
-        self._note_others()
+        self._note_others(now_s)
         self._maybe_return_to_sync(now_s)
         if self._restarting and self._switch is None:
             self._restarting = self.active.family in ("ps", "grouped")
@@ -528,12 +531,15 @@ class OptimizerState:
         return self.several and self.choice is not None and self._might_relax
 
     def _note_crossing(self, label: str, reason: str) -> None:
-        if self._noted_crossing != label:
+        if self.choice is None and self._noted_crossing != label:  # Of what `auto` may choose `_note_others` tells.
             self._noted_crossing = label
             logger.warning("optimizer %d: %s is not possible: %s", self.optimizer_id, label, reason)
 
-    def _note_others(self) -> None:
+    def _note_others(self, now_s: float) -> None:
         """Tell the user, once, what the program's other optimizers mean for the modes of this one."""
+        self._several_since_s = min(self._several_since_s, now_s) if self.several else math.inf
+        if now_s < self._several_since_s + _OTHERS_S:
+            return
         wanted = self._wanted
         if self._gave_up_relaxed and not self._noted_crossing:
             self._noted_crossing = "auto"

@@ -187,10 +187,13 @@ def test_an_optimizer_in_local_returns_to_sync_when_another_one_is_made() -> Non
     assert plan.optimizer_id == 0 and plan.plan["mode"] == "sync" and plan.plan["reason"] == NOT_LOCAL
 
 
-def test_an_optimizer_that_a_rank_has_dropped_holds_up_no_rank() -> None:
+def test_an_optimizer_holds_up_no_rank_once_all_have_dropped_it() -> None:
+    """Until then those that have not may step it, and refuse plans that are not possible beside it."""
     job = Job(3)
     job.register(None)
     job.register(None, optimizer_id=1)
-    assert job.engine.several
-    job.say(2, m.OptimizerDropped(1, 0, False, False))
+    for rank in (2, 0, 1):
+        assert job.engine.several
+        job.say(rank, m.OptimizerDropped(1, 0, False, True))
+    assert 1 in job.state.optimizers, "its last step is in flight"
     assert not job.engine.several

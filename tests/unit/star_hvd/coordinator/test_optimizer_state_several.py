@@ -37,6 +37,20 @@ def test_auto_has_only_exact_modes_beside_another_optimizer(caplog: pytest.LogCa
     assert "partial" in job.engine.window(job.now_s).allowed and ONLY_EXACT not in job.engine.explain()
 
 
+def test_nothing_is_said_of_an_optimizer_that_replaces_another_one(caplog: pytest.LogCaptureFixture) -> None:
+    """The new one is made before the variable that held the old one has another value."""
+    for wanted in (None, Plan.partial(4, 3)):
+        job = Job(4)
+        job.register(wanted)
+        job.register(wanted, optimizer_id=1)
+        job.pass_time(0.5)
+        for rank in range(4):
+            job.say(rank, m.OptimizerDropped(0, 0, False, False))
+        assert list(job.state.optimizers) == [1]
+        job.pass_time(20.0)
+        assert ONLY_EXACT not in caplog.text and MAY_WAIT not in caplog.text
+
+
 def test_an_exact_plan_that_auto_chooses_is_published_beside_another_optimizer() -> None:
     job = Job(4)
     job.register(None)
