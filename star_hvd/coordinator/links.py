@@ -299,7 +299,7 @@ class LinkRelevance:
     def _seen_s(self, now_s: float) -> float:
         """Return the duration of the latest reduction, or of the first one so far; 0 before."""
         if self._arrivals.reduced_s:
-            return self._arrivals.reduced_s[-1]
+            return self._arrivals.latest_reduced_s
         if len(self._first) < len(self.bytes_per_s):
             return 0.0
         return (now_s if math.isnan(self._second_s) else self._second_s) - self._first_s

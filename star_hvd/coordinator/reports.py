@@ -186,6 +186,7 @@ _KEPT = 64
 
 
 _STEPS_KEPT = 4 * _KEPT
+_BOUNDS = 3  # Upper bounds in a row that must be high for a reduction to count as slow.
 
 
 @dataclass(slots=True)
@@ -212,6 +213,7 @@ class Arrivals:
     def __init__(self, world_size: int) -> None:
         self.comm_s: deque[float] = deque(maxlen=_KEPT)
         self.reduced_s: deque[float] = deque(maxlen=_KEPT)
+        self._is_bound = False  # Whether the latest of them is an upper bound.
         self._wait_s: list[deque[float]] = [deque(maxlen=_KEPT) for _ in range(world_size)]
         self._offset_s: list[deque[float]] = [deque(maxlen=_KEPT) for _ in range(world_size)]
         self._first_s: dict[int, float] = {}
@@ -236,6 +238,7 @@ class Arrivals:
             del self._step_waits_s[step]
             self.comm_s.append(min(waits.values()))  # Wait of the last rank to arrive, which waited for no other.
             self.reduced_s.append(self.comm_s[-1])
+            self._is_bound = False
             longest_s = max(waits.values())
             for other, other_s in waits.items():
                 self._offset_s[other].append(longest_s - other_s)
@@ -264,6 +267,7 @@ class Arrivals:
             before.waits_s[rank] = wait_s
             if len(before.waits_s) == len(before.ranks):
                 self.reduced_s.append(max(0.0, min(before.waits_s.values()) - before.held_s))
+                self._is_bound = True
         for old in [each for each in self._relaxed if each < step - 1]:
             del self._relaxed[old]
 
@@ -271,6 +275,16 @@ class Arrivals:
         """Note that a step was ordered to close: until then it waited for ranks, not for a reduction."""
         if step in self._relaxed:
             self._relaxed[step].held_s = max(0.0, now_s - self._relaxed[step].last_s)
+
+    @property
+    def latest_reduced_s(self) -> float:
+        """Latest of `reduced_s`, of upper bounds the least of the latest three; NaN if unknown.
+
+        A late rank's helper may take part late, if that rank is starved for example, but hardly so in every step.
+        """
+        if not self.reduced_s:
+            return math.nan
+        return min(list(self.reduced_s)[-_BOUNDS:]) if self._is_bound else self.reduced_s[-1]
 
     @property
     def usual_comm_s(self) -> float:

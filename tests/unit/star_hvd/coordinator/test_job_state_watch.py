@@ -295,10 +295,22 @@ def test_links_are_measured_when_reductions_become_slow_under_partial() -> None:
         job.say(3, m.Late(0, step, 0, StepTimes(0.12, 0.0, 0.12)))
         job.now_s += 0.1
         job.tick()
-        slow = step >= 9
+        slow = step >= 11  # From the third such step on: what is known of each is an upper bound.
         assert job.engine.surprised_by_links(job.now_s) == slow
     assert job.engine.suspects_links
     assert [one.link_bytes_per_s for one in job.engine.window().ranks] == [2.5e7] * 4
+
+
+def test_a_helper_that_takes_part_late_now_and_then_makes_no_link_slow() -> None:
+    job = slow_link_job([2.5e7] * 4)
+    job.engine.rule.plan = job.engine.active = Plan.partial(4, 3)
+    for step, comm_s in enumerate([0.02, 0.02, 1.0, 1.0, 0.02, 1.0] * 4):
+        for rank in range(3):
+            job.say(rank, m.Arrive(0, step, 0, StepTimes(0.03, 0.0, 0.03), comm_s))
+        job.say(3, m.Late(0, step, 0, StepTimes(0.12, 0.0, 0.12)))
+        job.now_s += 0.1
+        job.tick()
+        assert not job.engine.surprised_by_links(job.now_s)
 
 
 @pytest.mark.parametrize(
