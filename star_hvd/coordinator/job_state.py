@@ -500,7 +500,10 @@ class JobState:
         return next(iter(self.optimizers.values()), None)
 
     def _feeds(self, rank: int, message: Feeds, now_s: float) -> None:
+        before, optimizer = self.shares.state.loader, self._fed
         self.shares.bind(message.loader, message.step, mixed=message.mixed)
+        if optimizer is not None and self.shares.state.loader != before:
+            optimizer.shares_changed(message.step, self.shares.state.shares, self.shares.sentence())
 
     def _share_ready(self, rank: int, message: ShareReady, now_s: float) -> None:
         optimizer = self._fed

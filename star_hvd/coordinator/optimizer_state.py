@@ -193,8 +193,9 @@ class OptimizerState:
 
         That is the user's mode, or where `auto` may choose exact modes only, `sync(balanced)`, or with micro-batches
         `sync(steal)`. These cost nothing while no rank is slow, and one that is slow from the start computes less some
-        steps earlier. Not `sync(steal)` where a pass over more than a batch may not fit in memory on a rank that has
-        opened the loader so far; one that opens it later only limits the passes of that epoch.
+        steps earlier. Not where only other optimizers confine `auto` to exact modes, since it decides again once they
+        are gone. Not `sync(steal)` where a pass over more than a batch may not fit in memory on a rank that has opened
+        the loader so far; one that opens it later only limits the passes of that epoch.
         """
         if self._switch is not None or self._is_bound or self.closing or self.plans != [(0, self.active)]:
             return
@@ -721,12 +722,13 @@ class OptimizerState:
     def shares_changed(self, step: int, shares: tuple[int, ...], sentence: str) -> None:
         """Record new batch shares from a step on, for the run log and `explain()`.
 
-        They belong to the plan in force: of a rank that is slow on and off, a job of days has tens of thousands.
+        They belong to the plan in force: of a rank that is slow on and off, a job of days has tens of thousands. There
+        are none, and nothing to say of them, while gradients follow input that has no shares.
         """
         if not self.active.balanced or shares == self.active.batch_shares:
             return
         why = self.active.reason.partition(_SHARES)[0]
-        self.active = self.active.replace(batch_shares=shares, reason=f"{why}{_SHARES}{sentence}")
+        self.active = self.active.replace(batch_shares=shares, reason=f"{why}{_SHARES}{sentence}" if sentence else why)
         self.plans[-1], self.shares_step = (self.plans[-1][0], self.active), step
 
     def _note_no_loader(self, wanted: Plan) -> None:

@@ -12,6 +12,8 @@ import pytest
 from scheduler.plan.mode_names import NOT_LOCAL
 from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
+from star_hvd.channel.messages.leases import LeaseAsk
+from star_hvd.channel.messages.shares import Feeds
 from star_hvd.channel.messages.switch import Prepared
 from tests.support.job_states import Job, only
 
@@ -86,6 +88,25 @@ def test_batch_shares_that_change_for_days_are_one_plan() -> None:
     assert job.engine.plans[-1][1] is job.engine.active and job.engine.active.batch_shares == (8, 8, 8)
     assert job.engine.shares_step == 1009
     assert job.engine.active.reason == "shares follow the speed; now rank 0 gets 8 of 24 samples"
+
+
+def test_shares_that_are_out_of_force_are_no_reason_of_the_plan() -> None:
+    """Gradients follow a plain DataLoader from step 20 on, and the loader of `shard` again from step 30 on."""
+    job = Job()
+    job.register(Plan.sync(3))
+    job.engine.publish(Plan.sync(3, balanced=True, reason="shares follow the speed"), job.now_s)
+    for rank in range(3):
+        job.arrive(rank, 5, plan_id=1)
+        job.say(rank, LeaseAsk(0, 0, 2400, 8, False, 0))
+    job.state.shares.state.shares = (4, 10, 10)
+    job.engine.shares_changed(10, (4, 10, 10), job.state.shares.sentence())
+    assert "rank 0 gets 4 of 24 samples" in job.engine.explain()
+    job.say(0, Feeds(-1, 20))
+    assert job.engine.explain() == "sync(balanced): shares follow the speed"
+    assert job.engine.active.batch_shares == () and job.engine.shares_step == 20
+    job.say(0, Feeds(0, 30))
+    assert job.engine.active.batch_shares == (4, 10, 10) and job.engine.shares_step == 30
+    assert "; now rank 0 gets 4 of 24 samples" in job.engine.explain()
 
 
 def regroupings(wanted: Plan, first_s: list[float], later_s: Callable[[float], list[float]]) -> list[Any]:
