@@ -179,6 +179,8 @@ def _wrapped(optimizer: torch.optim.Optimizer, **given: Any) -> Any:
     if previous is not None:
         # A learning-rate scheduler, for one, may refer to it for as long as the job runs; it makes no more steps.
         previous._star.core.remove_hooks()
+        if isinstance(previous._star.core, BucketCore):
+            previous._star.core.hand_over()
         previous._star.core.drop()
     wrapped = _wrap(inner, overlaps=bool(given["overlap"]))
     wrapped._star = _Wrapper(wrapped, inner, **given)

@@ -360,6 +360,18 @@ class BucketCore:
             self.run.detach(self.driver)
             self._closed = True
 
+    def hand_over(self) -> None:
+        """Get the newest state for the optimizer that takes this one's place, and end. Collective.
+
+        Only where ranks may be at different steps, or the state elsewhere: in `sync` a program may wrap again what it
+        has left in the middle of a step, and has all of it.
+        """
+        if not self.in_use or self.driver.engine.failure is not None:
+            return
+        self.finish_step()  # At its end another plan may come into force.
+        if self.run.mixed or self.driver.engine.plan.relaxed:
+            self.detach()
+
     def finish_step(self) -> None:
         """Wait for an overlapped step to end."""
         if self._overlap is not None and self._overlap.pending:

@@ -153,6 +153,30 @@ def series(mode: str, count: int) -> dict[str, Any]:
     return {"facts": facts}
 
 
+def until_in_force(optimizer: Any, model: torch.nn.Module, mode: str) -> list[torch.Tensor]:
+    """Train until a mode is in force, and some steps in it, the last rank far behind. Return the momentum at first."""
+    found = list[torch.Tensor]()
+    while len(found) < STEPS:
+        optimizer.zero_grad()
+        backward(model, len(found))
+        optimizer.step()
+        if optimizer.mode == mode:
+            time.sleep(0.2 * hvd.rank())
+            found.append(momentum(optimizer))
+    return found[:1]
+
+
+def momentum(optimizer: Any) -> torch.Tensor:
+    """The optimizer's state as it is on this rank."""
+    return torch.cat([state["momentum_buffer"].flatten() for state in optimizer.state.values()])
+
+
+def equal_everywhere(values: torch.Tensor) -> bool:
+    """Whether all ranks have the same values. Collective, and Horovod's own: no rank catches up in it."""
+    gathered = mpi_ops.allgather(values[None], name="test.equal")
+    return all(torch.equal(gathered[0], row) for row in gathered)
+
+
 def wrapped_again(mode: str) -> dict[str, Any]:
     """The program wraps again, as after unfreezing, and its learning-rate scheduler refers to the first one."""
     model = net()
@@ -162,9 +186,13 @@ def wrapped_again(mode: str) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.StepLR(first, STEPS)
     optimizer, made, run = first, [], runtime.current()
     assert run is not None
+    equal, former = [], until_in_force(first, model, mode) if mode != "sync" else []
     for step in range(2 * STEPS):
         if step == STEPS:
             optimizer = hvd.DistributedOptimizer(first, model.named_parameters(), mode=mode, config=CONFIG)
+            values = torch.cat([param.detach().flatten() for param in model.parameters()])
+            equal = [equal_everywhere(values), equal_everywhere(momentum(first))]
+            outdated = any(torch.equal(each, momentum(first)) for each in former)
         optimizer.zero_grad()
         backward(model, step)
         optimizer.step()
@@ -172,7 +200,8 @@ def wrapped_again(mode: str) -> dict[str, Any]:
         made.append(run.steps_made())
     gone = next(iter(run.drivers.values())).dropped or len(run.drivers) == 1
     optimizer.close()
-    return {"made": made, "lr": first.param_groups[0]["lr"], "first_gone": gone}
+    lr = first.param_groups[0]["lr"]
+    return {"made": made, "lr": lr, "first_gone": gone, "equal": equal, "outdated": outdated}
 
 
 def all_gone(limit_s: float = 60.0) -> bool:

@@ -60,10 +60,11 @@ def test_a_series_of_dropped_optimizers(mode: str) -> None:
         assert result["gone"]
 
 
-@pytest.mark.parametrize("mode", ["sync", "partial(1)"])
+@pytest.mark.parametrize("mode", ["sync", "partial(1)", "ps(1)"])
 def test_an_optimizer_that_is_wrapped_again_ends_though_a_scheduler_refers_to_it(mode: str) -> None:
-    """Otherwise the batches of a loader would be counted by its steps, which are over."""
+    """Otherwise the batches of a loader would be counted by its steps, which are over. The next one has its state."""
     for result in _job(mode, "again"):
+        assert result["equal"] == [True, True] and not result["outdated"]
         assert result["first_gone"] and result["gone"]
         assert result["lr"] == pytest.approx(0.001)
         if mode == "sync":
