@@ -181,14 +181,16 @@ def _wrapped(optimizer: torch.optim.Optimizer, **given: Any) -> Any:
         previous._star.core.remove_hooks()
         if isinstance(previous._star.core, BucketCore):
             previous._star.core.hand_over()
-        previous._star.core.drop()
+        previous._star.finalizer()  # Left for later, it would keep the former core and its buffers in memory.
+        release_dropped()
     wrapped = _wrap(inner, overlaps=bool(given["overlap"]))
     wrapped._star = _Wrapper(wrapped, inner, **given)
     if previous is not None:
         previous._star = wrapped._star  # What the program still does with it concerns the same optimizer.
     # Neither the model nor the runtime refers to the wrapped object, so it is finalized with the user's last reference
     # to it, whether `close` was called or not.
-    weakref.finalize(wrapped, wrapped._star.drop).atexit = False
+    wrapped._star.finalizer = weakref.finalize(wrapped, wrapped._star.drop)
+    wrapped._star.finalizer.atexit = False
     return wrapped
 
 
@@ -293,7 +295,12 @@ class _Wrapper:
         wrapped: The object returned to the user; only a weak reference to it is kept.
         inner: The user's own optimizer.
         given: Arguments of `DistributedOptimizer`.
+
+    Attributes:
+        finalizer: Calls `drop`, once: with the last reference to the wrapped object, or when it is wrapped again.
     """
+
+    finalizer: Callable[[], Any]
 
     def __init__(self, wrapped: Any, inner: torch.optim.Optimizer, **given: Any) -> None:
         self.wrapped = weakref.ref(wrapped)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from star_hvd.job_report import explain
 from star_hvd.optimizer import DistributedOptimizer
 from star_hvd.runtime import job_log, runtime
 from star_hvd.wrapper.lockstep_core import NativeCore
+from tests.support.inside import inside
 
 
 @pytest.fixture(autouse=True)
@@ -93,3 +96,15 @@ def test_an_optimizer_that_is_wrapped_again_ends_though_the_program_refers_to_it
     scheduler.step()
     assert second.stepped and second.param_groups[0]["lr"] == 0.5
     assert second.state_dict()["state"].keys() == first.state_dict()["state"].keys() == {0, 1}
+
+
+def test_the_core_of_an_optimizer_that_is_wrapped_again_is_released_though_the_program_refers_to_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its buckets are as large as the gradients of the model."""
+    net = torch.nn.Linear(3, 2)
+    first = _wrapped(monkeypatch, torch.optim.SGD(net.parameters(), lr=1.0), net)
+    core = weakref.ref(inside(first).core)
+    second = _wrapped(monkeypatch, first, net)
+    gc.collect()
+    assert core() is None and second is not first
