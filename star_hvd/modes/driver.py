@@ -653,6 +653,8 @@ class StepDriver:
             self._offer(Plan.from_dict(message.plan))
         elif isinstance(message, Commit):
             self.switcher.commit(message.plan_id)
+            if self.others():  # One may have been made just now, before this raised the flag.
+                self.refuse_crossing()
         elif isinstance(message, PlanActive):
             self.switcher.announce(message.plan_id, message.step)
         elif isinstance(message, messages.Abandon):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,9 +10,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from scheduler.plan.mode_names import NOT_LOCAL, ONLY_EXACT
+from scheduler.plan.mode_names import NOT_LOCAL, ONLY_EXACT, parse_mode
 from scheduler.records import Plan
 from star_hvd.channel.messages.base import Arrive, HeaderNote, PlanMessage
+from star_hvd.channel.messages.switch import Commit
 from star_hvd.config import Config
 from star_hvd.engine.header import Contribution, HeaderCodec
 from star_hvd.modes.driver import StepDriver
@@ -185,3 +187,21 @@ def test_local_is_refused_beside_another_optimizer_also_one_made_while_the_plan_
     assert (sent[-1].plan_id, sent[-1].reason) == (6, ONLY_EXACT)
     made.refuse_crossing()
     assert taken[-1] == 6
+
+
+def test_a_plan_is_refused_whose_flag_goes_up_by_its_commit_beside_another_optimizer_made_just_before() -> None:
+    """That one was made after the offer, and looked at the plans that were prepared before the commit."""
+    taken, agreement = list[Any](), SimpleNamespace(prepared=None, pinned=None)
+    made = driver(SimpleNamespace(lock=threading.RLock(), agreement=agreement))
+    plan = dataclasses.replace(parse_mode("ps(2)", 3), plan_id=5)
+
+    def commit(plan_id: int) -> None:
+        agreement.prepared = plan
+        taken.append(("commit", plan_id))
+
+    made.switcher = cast(Any, SimpleNamespace(commit=commit, abandon=lambda plan_id: taken.append(("no", plan_id))))
+    made.on_message(Commit(0, 5))
+    assert taken == [("commit", 5)]
+    made.others = lambda: True
+    made.on_message(Commit(0, 5))
+    assert taken == [("commit", 5)] * 2 + [("no", 5)]
