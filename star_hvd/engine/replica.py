@@ -479,7 +479,7 @@ class Replica:
                 shadow = self._shadow
             try:
                 shadow = self._replayed(result, shadow, step)
-            except torch.OutOfMemoryError as error:  # The device may have room for the state, but not for another.
+            except torch.cuda.OutOfMemoryError as error:  # The device may have room for the state, but not for another.
                 logger.warning("the state of step %d will be fetched, as replaying it needs memory: %s", step, error)
                 shadow = None
             with self.lock:

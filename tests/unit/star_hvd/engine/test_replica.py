@@ -474,3 +474,19 @@ def test_without_memory_for_a_shadow_the_state_is_fetched(
     with replica.apply_lock, replica.lock:
         assert replica.adopt(Snapshot(9, [torch.full_like(param, 3.0) for param in live], [{} for _ in live]), ended=9)
     assert replica.state is ReplicaState.CURRENT
+
+
+def test_a_replay_without_memory_is_known_by_the_error_s_name_in_all_supported_versions_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`torch.OutOfMemoryError` is newer than the oldest of them."""
+    replica, error = ready(), torch.cuda.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.delattr(torch, "OutOfMemoryError", raising=False)
+    replica.push(a_step(replica, 0))
+
+    def fails(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(module.Shadow, "apply", fails)
+    assert replica.replay_one()
+    assert replica.state is ReplicaState.STALE

@@ -432,3 +432,17 @@ def test_shares_that_cannot_be_within_the_user_s_limit_are_refused_at_the_start(
         asked.check_shares(13)
     asked.forget(0)
     asked.check_shares(13)
+
+
+def test_the_error_is_known_by_its_name_in_all_supported_versions_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.OutOfMemoryError` is newer than the oldest of them."""
+    monkeypatch.delattr(torch, "OutOfMemoryError", raising=False)
+    run, repeats, done, failed = Run(), Repeats(), list[int](), False
+    for part in _deliver(run, repeats, [1, 2]):
+        with catch_out_of_memory(_loader(repeats)):
+            if not failed:
+                failed = True
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+            done += part
+            run.steps_ended += run.in_hand is None or run.in_hand.is_last
+    assert done == [1, 2]
