@@ -483,13 +483,14 @@ class Replica:
                 logger.warning("the state of step %d will be fetched, as replaying it needs memory: %s", step, error)
                 shadow = None
             with self.lock:
-                if shadow is None:
-                    self.cannot_replay()
                 # A step that cannot be replayed may have ended meanwhile and discarded all this.
-                elif self.queue and self.queue[0] is result:
-                    self.queue.popleft()
-                    self._shadow = shadow
-                    self._counters.replayed += 1
+                if self.queue and self.queue[0] is result:
+                    if shadow is None:
+                        self.cannot_replay()
+                    else:
+                        self.queue.popleft()
+                        self._shadow = shadow
+                        self._counters.replayed += 1
                 self._changed()
             return True
 

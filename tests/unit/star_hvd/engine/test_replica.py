@@ -476,6 +476,22 @@ def test_without_memory_for_a_shadow_the_state_is_fetched(
     assert replica.state is ReplicaState.CURRENT
 
 
+def test_a_replay_that_finds_no_memory_leaves_alone_what_has_happened_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The training thread has gone to servers, whose parameters need no state of the common steps."""
+    replica = ready()
+    replica.push(a_step(replica, 0))
+
+    def fails(*args: object) -> None:
+        replica.leave()
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(module.Shadow, "apply", fails)
+    assert replica.replay_one()
+    assert replica.state is ReplicaState.PARAMETERS_ONLY and not replica.queue
+
+
 def test_a_replay_without_memory_is_known_by_the_error_s_name_in_all_supported_versions_of_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
