@@ -87,7 +87,7 @@ def test_nothing_that_is_written_of_a_run_has_them(
         """A server that is gone after it has made the run."""
 
         def get_experiment_by_name(self, name: str) -> object:
-            return SimpleNamespace(experiment_id="0")
+            return SimpleNamespace(experiment_id="0", lifecycle_stage="active")
 
         def search_runs(self, *asked: object, **more: object) -> list[object]:
             return []
