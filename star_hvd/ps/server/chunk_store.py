@@ -107,7 +107,8 @@ class ChunkStore:
             parts: The factors.
             buffers: One flat tensor per factor, in the parameters' dtype. If empty, only the version is incremented.
             row: Hyperparameters from this step on.
-            lr_factor: Factor on the learning rates in this step alone; in groups without one, on the gradient.
+            lr_factor: Factor on the learning rates in this step alone; on the gradient in groups without one and with
+                ASGD, which keeps it in its state. Rprop steps by the signs of a gradient alone and ignores it.
         """
         self.use_row(row)
         self._invalidate_mirrored()
@@ -124,10 +125,13 @@ class ChunkStore:
 
     @contextmanager
     def _scaled(self, lr_factor: float) -> Iterator[None]:
-        """Scale the learning rates inside the block."""
+        """Scale the learning rates inside the block, or the gradients; see `apply`."""
         before: list[tuple[dict[str, Any], Any, Any]] = []
-        for group in self.optimizer.param_groups if lr_factor != 1.0 else ():
-            lr = group.get("lr")
+        # Rprop's step sizes begin as the learning rate of its first step: they would stay too small.
+        unscaled = lr_factor == 1.0 or isinstance(self.optimizer, torch.optim.Rprop)
+        keeps_lr = isinstance(self.optimizer, torch.optim.ASGD)  # As `eta` of its next step.
+        for group in () if unscaled else self.optimizer.param_groups:
+            lr = None if keeps_lr else group.get("lr")
             if isinstance(lr, (int, float)) or (isinstance(lr, torch.Tensor) and lr.numel() == 1):
                 group["lr"] = lr * lr_factor
                 before.append((group, lr, group["lr"]))

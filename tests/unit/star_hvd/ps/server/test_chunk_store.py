@@ -194,6 +194,26 @@ def test_a_learning_rate_is_scaled_for_one_step_alone(lr: Any) -> None:
     assert all(group["lr"] is lr for group in store.optimizer.param_groups)
 
 
+@pytest.mark.parametrize("base", [torch.optim.Rprop, torch.optim.ASGD])
+def test_no_scaled_learning_rate_stays_in_the_optimizers_state(base: Any) -> None:
+    """Rprop starts its step sizes from the learning rate, ASGD keeps that of its next step as `eta`."""
+    states = []
+    for lr_factor in (1.0, 0.125):
+        store = World(base, {}).stores[0]
+        for _ in range(2):
+            store.apply([1.0], [torch.ones(store.chunk.numel)], None, lr_factor)
+        states.append(store.states()[0])
+    for key in {"step_size", "eta"} & states[0].keys():
+        assert torch.equal(states[0][key], states[1][key]), key
+
+
+def test_asgd_moves_by_the_scaled_gradient() -> None:
+    store = World(torch.optim.ASGD, {"lambd": 0.0}).stores[0]
+    before, lrs = store.params.clone(), {group["lr"] for group in store.optimizer.param_groups}
+    store.apply([1.0], [torch.ones(store.chunk.numel)], None, 0.25)
+    assert {round(float(moved) / 0.25, 4) for moved in before - store.params} == lrs
+
+
 def test_without_a_learning_rate_the_gradient_is_scaled() -> None:
     store = World(torch.optim.SGD, {}).stores[0]
     for group in store.optimizer.param_groups:
