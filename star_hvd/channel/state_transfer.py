@@ -324,7 +324,7 @@ class Caller:
         self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
         )
-        self._broke = False
+        self._connected = self._broke = False
         self._requests = secrets.randbits(32) << 31
 
     def begin(self) -> int:
@@ -338,9 +338,11 @@ class Caller:
         found = False
         while self._monitor.poll(0):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_DISCONNECTED:
-                self._broke = True
-            elif self._broke:
-                self._broke, found = False, True
+                # Before the first handshake nothing has left the socket's queue, and nothing can be lost.
+                self._broke = self._connected
+            else:
+                self._connected = True
+                found, self._broke = found or self._broke, False
         return found
 
     def wait(self, limit_s: float) -> list[bytes] | None:

@@ -490,6 +490,16 @@ def test_the_rest_of_a_push_whose_connection_broke_is_not_sent(parent: Parent, p
     assert parent.server.malformed == 0
 
 
+def test_a_push_whose_first_handshake_fails_is_not_sent_twice(parent: Parent) -> None:
+    """Its connection never held, so nothing of it is lost and a new socket has nothing to improve."""
+    parent.proxy.arm(TO_SERVER, 1)
+    link = ParentLink(parent.client_ring, 0, 1, 0, chunk_bytes=1 << 16, pace_bytes_per_s=0.0, deadline_s=DEADLINE_S)
+    assert link.push([torch.arange(100_000.0)], 1) == 2
+    link.close()
+    assert parent.proxy.cuts == 1 and len(parent.taken) == 1
+    assert {attempt for attempt, *_ in parent.parts} == {0}
+
+
 @pytest.mark.parametrize("way", [TO_SERVER, TO_CLIENT])
 def test_a_fetch_is_made_again(parent: Parent, way: int) -> None:
     for frames in range(1, 30):
