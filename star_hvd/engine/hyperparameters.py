@@ -53,6 +53,7 @@ class HyperRow:
             for key, value in sorted(group.items())
             if key not in _NOT_SENT and _numbers(value)
         ]
+        self._known = {(index, key) for index, key, _ in self._slots}
         self.size = sum(count for _, _, count in self._slots)
 
     def takes(self, index: int, key: str, value: Any) -> bool:
@@ -60,8 +61,7 @@ class HyperRow:
 
         False for a number that came to the group later, or of a scheduler.
         """
-        known = any((number, name) == (index, key) for number, name, _ in self._slots)
-        return known or key in EXECUTION_KEYS or not _numbers(value)
+        return (index, key) in self._known or key in EXECUTION_KEYS or not _numbers(value)
 
     def read(self, groups: Sequence[dict[str, Any]]) -> list[float]:
         """Return the row of this rank's current values, `size` numbers.

@@ -35,6 +35,24 @@ def test_what_travels() -> None:
     assert row.read(groups()) == [0.0, 0.9, 0.999, 0.1, 3.0, 0.5, pytest.approx(0.1), pytest.approx(0.2)]
 
 
+def test_whether_an_entry_is_taken_is_found_without_a_search_among_all() -> None:
+    """Servers' settings ask for every entry of every group, of which there may be one per parameter."""
+    compared = [0]
+
+    class Key(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            compared[0] += 1
+            return str.__eq__(self, other)
+
+    row = HyperRow([{Key(f"number{i}"): 0.1 for i in range(1000)}])
+    compared[0] = 0
+    assert row.takes(0, "number999", 0.1) and not row.takes(0, "other", 0.1) and not row.takes(1, "number999", 0.1)
+    assert compared[0] < 20
+
+
 def test_applied_and_put_back() -> None:
     mine, row = groups(), HyperRow(groups())
     tensor = mine[1]["lr"]
