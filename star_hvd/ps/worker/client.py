@@ -165,8 +165,12 @@ class Client:
         return [torch.empty(b.numel, dtype=b.dtype, device="cpu") for b in self._layout.buckets]
 
     def release(self) -> None:
-        """Release the memory of answers and pushes, as none is expected any more; another push takes new memory."""
-        self._flats, self._lent = [], []
+        """Release the memory of answers and pushes, as none is expected any more; another push takes new memory.
+
+        A push that was not announced is void. It holds the buffers of its answer, here and in the line.
+        """
+        self._flats, self._lent, self._begun = [], [], None
+        self._line.do("forget", None)
 
     def wait(self, deadline_s: float, *, whole: bool = True) -> Reply:
         """Wait for the answer to the push.

@@ -326,6 +326,8 @@ class Line:
         elif what == "bucket":
             self._begun, index = argument
             self._send_bucket(self._begun, index)
+        elif what == "forget":
+            self._begun = None
         elif what == "read":
             self._ask(argument)
         elif what == "end of read":
