@@ -523,14 +523,14 @@ class StepEngine:
         with self.replica.apply_lock:
             self.replica.load(snapshot, parameters=False)
 
-    def fold_late(self, bucket: Bucket, flat: torch.Tensor) -> bool:
+    def fold_late(self, bucket: Bucket, flat: torch.Tensor) -> float:
         """Add a bucket's late gradient to a contribution outside a reduced step; the sender counts it.
 
         Returns:
-            Whether there was one.
+            The weight it adds, 0 if there was none.
         """
         with self.lock:
-            return self.late.fold(bucket, flat, self.step, self.plan, count=False) != 0.0
+            return self.late.fold(bucket, flat, self.step, self.plan, count=False)
 
     def keep_late(
         self,

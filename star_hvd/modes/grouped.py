@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from scheduler.records import Plan
-from star_hvd.engine.buckets import wire_dtype
+from star_hvd.engine.buckets import set_weight, wire_dtype
 from star_hvd.engine.collective import Collective, wait_all
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
@@ -61,9 +61,9 @@ class GroupSteps(ServerSteps):
         self._handed_out = -1  # Version of the parameters that the members got last; none in this session yet.
         self._proxy: threading.Thread | None = None
 
-    def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
+    def _exchange(self, flats: list[torch.Tensor], weights: Sequence[float]) -> Outcome:
         with self._turn():
-            return self._group_step(flats, fresh=True)
+            return self._group_step(flats, weights)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -82,7 +82,9 @@ class GroupSteps(ServerSteps):
         finally:
             self._one_at_a_time.release()
 
-    def _group_step(self, flats: list[torch.Tensor], *, fresh: bool, reads: bool = False) -> Outcome:
+    def _group_step(
+        self, flats: list[torch.Tensor], weights: Sequence[float] | None = None, *, reads: bool = False
+    ) -> Outcome:
         """Make one step of the group, in this rank's turn: sum, exchange with the servers (leader), distribution.
 
         The previous step, made by this rank's other thread, may have been the last: then the other members have left.
@@ -90,21 +92,23 @@ class GroupSteps(ServerSteps):
 
         Args:
             flats: The gradient, or zeros.
-            fresh: Whether it is a gradient.
+            weights: The gradient's weight per bucket; None for zeros.
             reads: Whether this rank wants parameters without a gradient.
         """
+        fresh = weights is not None
+        weights = [0.0] * len(flats) if weights is None else weights
         if self._collective is None:
-            return self._push(flats, count=1)
+            return self._push(flats, weights, count=1)
         if self.over:
             return Outcome("moved", self._engine.step, self._engine.plan.plan_id, [], applied=False)
         flags = [float(fresh), float(self._shutting_down), float(reads), 0.0, 0.0, 0.0]
         head = torch.tensor(flags, dtype=torch.float32, device="cpu")
         # A rank with a gradient knows that the buckets are summed and does not wait for the head first.
-        sums = _to_sum(flats) if fresh else []
+        sums = _to_sum(flats, weights) if fresh else []
         self._reduce([("gh", head), *_named(sums)])
         present, ending, reading = (round(value) for value in head.tolist()[:3])
         if not fresh and (present or reading):
-            sums = _to_sum(flats)
+            sums = _to_sum(flats, weights)
             self._reduce(_named(sums) if present else [])
         outcome = self._lead(flats, sums, present) if self._leads else None
         found = self._hand_out(outcome, sums)
@@ -135,8 +139,12 @@ class GroupSteps(ServerSteps):
         return self._engine.rank == self._ranks[0]
 
     def _lead(self, flats: Sequence[torch.Tensor], sums: Sequence[torch.Tensor], present: int) -> Outcome:
-        if present:  # In the parameters' own type, which servers expect.
-            return self._push([each.to(flat.dtype) for each, flat in zip(sums, flats, strict=True)], count=present)
+        if present:
+            self._engine.streams.await_host(self._deadline_s)
+            weights = [float(each[-1]) for each in sums]
+            # In the parameters' own type, which servers expect; it may round the weights.
+            own = [each.to(flat.dtype) for each, flat in zip(sums, flats, strict=True)]
+            return self._push(own, weights, count=present)
         if not (sums and self.wanted):
             kind = "idle" if self.wanted else "moved"
             return Outcome(kind, self._engine.step, self._engine.plan.plan_id, [], applied=False)
@@ -195,7 +203,7 @@ class GroupSteps(ServerSteps):
         """Contribute zeros until the leader has learned of the mode's end."""
         while not self.over and self._engine.failure is None:
             with self._turn():
-                outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets], fresh=False)
+                outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets])
             if outcome.kind == "idle":
                 time.sleep(_IDLE_S)
 
@@ -226,7 +234,7 @@ class GroupSteps(ServerSteps):
         try:
             while (self._inactive.is_set() or self._shutting_down) and not self.over and self._engine.failure is None:
                 with self._turn():
-                    outcome = self._group_step(zeros, fresh=False)
+                    outcome = self._group_step(zeros)
                 if outcome.kind != "idle":
                     pause_s = _IDLE_S
                 elif not self.over:
@@ -242,14 +250,17 @@ class GroupSteps(ServerSteps):
         elif not self.over:
             with self._turn():
                 zeros = [b.new_flat() for b in self._engine.applier.buckets]
-                outcome = self._group_step(zeros, fresh=False, reads=True)
+                outcome = self._group_step(zeros, reads=True)
             if outcome.kind == "params":
                 self._write(outcome)
 
 
-def _to_sum(flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies in which a group may sum: Horovod rejects some types."""
-    return [flat.to(wire_dtype(flat.dtype, fp16=False), copy=True) for flat in flats]
+def _to_sum(flats: Sequence[torch.Tensor], weights: Sequence[float]) -> list[torch.Tensor]:
+    """Return copies in which a group may sum, with these weights unrounded: Horovod rejects some types."""
+    sums = [flat.to(wire_dtype(flat.dtype, fp16=False), copy=True) for flat in flats]
+    for each, weight in zip(sums, weights, strict=True):
+        set_weight(each, weight)
+    return sums
 
 
 def _named(sums: Sequence[torch.Tensor]) -> list[tuple[str, torch.Tensor]]:

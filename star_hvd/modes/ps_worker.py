@@ -163,6 +163,7 @@ class ServerSteps:
         self._held: tuple[int, Sequence[torch.Tensor]] | None = None
         self._on_their_way: Sequence[torch.Tensor] = ()
         self._compressed = compressed if not engine.streams.devices else None
+        self._weights: dict[int, float] = {}  # Of this push, per bucket: a bfloat16 buffer rounds its own.
         self._small: dict[int, bytes] = {}  # Of this push, per chunk: what is sent instead of its part of the buffer.
 
     @property
@@ -215,15 +216,16 @@ class ServerSteps:
         engine.own.steps += 1
         engine.applier.clip()  # Here, since no process ever holds the whole averaged gradient.
         flats, version = self._contribution(skip=skip), engine.step
+        weights = [self._weights[bucket.index] for bucket in engine.applier.buckets]
         if self.over:  # The mode ended while this rank was computing.
-            engine.keep_late([flat.clone() for flat in flats], version)
+            engine.keep_late([flat.clone() for flat in flats], version, weights=weights)
             return None
         self._behind = self._arriving is not None and self._arriving.allowed()
         began_s = time.monotonic()
         # Time that this step's forward pass waited for the previous step's parameters.
         arriving_s = self._arriving.take_waited_s() if self._arriving is not None else 0.0
-        outcome = self._exchange(flats)
-        self._account(flats, version, outcome)
+        outcome = self._exchange(flats, weights)
+        self._account(flats, weights, version, outcome)
         if outcome.kind == "moved":
             self._moved = True
         else:
@@ -251,8 +253,8 @@ class ServerSteps:
 
     def _weigh(self, bucket: Bucket, *, skip: bool = False) -> Mapping[int, bytes]:
         """Turn the bucket's buffer into what is pushed. Return per chunk what is sent instead of its part of it."""
-        self._engine.own.weigh(bucket, skip=skip)
-        self._engine.fold_late(bucket, bucket.flat)
+        own = self._engine.own.weigh(bucket, skip=skip)
+        self._weights[bucket.index] = own + self._engine.fold_late(bucket, bucket.flat)
         if self._compressed is None or skip:
             return {}
         ranges = self.client.ranges(bucket.index)
@@ -277,19 +279,18 @@ class ServerSteps:
                 "accuracy='exact'"
             )
 
-    def _exchange(self, flats: list[torch.Tensor]) -> Outcome:
-        return self._push(flats, count=1)
+    def _exchange(self, flats: list[torch.Tensor], weights: Sequence[float]) -> Outcome:
+        return self._push(flats, weights, count=1)
 
     @property
     def _computed_on(self) -> int:
         """Version of the parameters that the pushed gradients were computed on."""
         return self._engine.step
 
-    def _push(self, flats: Sequence[torch.Tensor], *, count: int) -> Outcome:
+    def _push(self, flats: Sequence[torch.Tensor], weights: Sequence[float], *, count: int) -> Outcome:
         engine = self._engine
         self._held = None  # The answer is written into the same buffers.
         engine.streams.await_host(self._deadline_s)
-        total = sum(float(flat[-1]) for flat in flats) / max(1, len(flats))
         if not self._begun:
             self._pushes += 1
         self._begun = False
@@ -297,7 +298,7 @@ class ServerSteps:
             step=self._pushes,
             version=self._computed_on,
             flats=flats,
-            weight=total,
+            weight=sum(weights) / max(1, len(weights)),
             count=count,
             own_steps=engine.own.steps,
             row=engine.applier.hyper.read(engine.applier.optimizer.param_groups),
@@ -335,12 +336,14 @@ class ServerSteps:
             "see the log of rank 0 for a server or a rank that is missing"
         )
 
-    def _account(self, flats: Sequence[torch.Tensor], version: int, outcome: Outcome) -> None:
+    def _account(
+        self, flats: Sequence[torch.Tensor], weights: Sequence[float], version: int, outcome: Outcome
+    ) -> None:
         """Count the outcome of this rank's own gradient; one that came after the last update is kept for the next."""
         counters = self._engine.counters
-        weight = sum(float(flat[-1]) for flat in flats) / max(1, len(flats))
+        weight = sum(weights) / max(1, len(weights))
         if outcome.kind == "moved" and not outcome.applied:
-            self._engine.keep_late([flat.clone() for flat in flats], version)
+            self._engine.keep_late([flat.clone() for flat in flats], version, weights=weights)
             return
         with self._engine.lock:  # Another rank's late gradients may arrive and be counted now.
             if outcome.applied:

@@ -62,12 +62,15 @@ class OwnGradient:
         if self.norm.due(step):
             self.norm.add(bucket.flat)
 
-    def weigh(self, bucket: Bucket, *, skip: bool = False) -> None:
+    def weigh(self, bucket: Bucket, *, skip: bool = False) -> float:
         """Turn a bucket's buffer into what is sent outside a reduced step: the gradient times its weight, the weight.
 
         Args:
             bucket: The bucket.
             skip: Leave the gradient out, e.g. because it is infinite: zeros of weight 0; it counts as dropped.
+
+        Returns:
+            The weight, which a buffer of bfloat16 rounds to 8 bits.
         """
         weight = 0.0 if skip else self.weight
         if skip:
@@ -77,6 +80,7 @@ class OwnGradient:
         elif weight != 1.0:
             bucket.flat[:-1].mul_(weight)
         set_weight(bucket.flat, weight)
+        return weight
 
     def count_step(self, *, early: bool = False) -> None:
         """Count a step, once; `early`: its header is claimed, and the training thread has still to arrive."""

@@ -88,8 +88,8 @@ class Pushing(GroupSteps):
         super().__init__(*args, **common)
         self.written: list[list[float]] = []
 
-    def exchange(self, flat: torch.Tensor) -> Outcome:
-        return self._exchange([flat])
+    def exchange(self, flat: torch.Tensor, weight: float | None = None) -> Outcome:
+        return self._exchange([flat], [float(flat[-1])] if weight is None else [weight])
 
     def _write(self, outcome: Outcome, *, arriving: bool = False) -> None:
         self.written.append(outcome.params[0].tolist())
@@ -102,10 +102,12 @@ class Member(Pushing):
         super().__init__(*args, **common)
         self.pushed: list[tuple[list[float], int]] = []
         self.pushed_dtypes: list[torch.dtype] = []
+        self.pushed_weights: list[float] = []
 
-    def _push(self, flats: Sequence[torch.Tensor], *, count: int) -> Outcome:
+    def _push(self, flats: Sequence[torch.Tensor], weights: Sequence[float], *, count: int) -> Outcome:
         self.pushed.append((flats[0].tolist(), count))
         self.pushed_dtypes.append(flats[0].dtype)
+        self.pushed_weights.extend(weights)
         return Outcome("params", 5, 1, [torch.full((3,), 7.0, dtype=flats[0].dtype)])
 
 
@@ -281,6 +283,19 @@ def test_gradients_of_any_type_are_summed_and_pushed_in_their_own(dtype: torch.d
     assert steps[0].pushed == [([5.0] * 4, 2)] and steps[0].pushed_dtypes == [dtype]
     assert all(flat.tolist() == [value] * 4 for flat, value in zip(flats, (2.0, 3.0), strict=True)), "still the own"
     for each in steps[:2]:
+        each.set_inactive(True)
+    end(steps)
+
+
+def test_the_weight_of_a_groups_bfloat16_gradients_is_not_rounded() -> None:
+    """The servers divide by it; 257 is 256 in bfloat16 and 1.1 is 1.1015625."""
+    meeting = Meeting(2)
+    steps = [member(rank, (0, 1), meeting, dtype=torch.bfloat16) for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        flats = [torch.full((4,), value, dtype=torch.bfloat16) for value in (257.0, 1.1)]
+        list(pool.map(lambda rank: steps[rank].exchange(flats[rank], (257.0, 1.1)[rank]), (0, 1), timeout=DEADLINE_S))
+    assert steps[0].pushed_dtypes == [torch.bfloat16] and steps[0].pushed_weights == [pytest.approx(258.1, rel=1e-6)]
+    for each in steps:
         each.set_inactive(True)
     end(steps)
 

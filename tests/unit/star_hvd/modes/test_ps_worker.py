@@ -38,6 +38,7 @@ class FakeClient:
     def __init__(self, n_buckets: int) -> None:
         self.given: list[tuple[int, int, float]] = []
         self.small: dict[int, bytes] = {}  # Of the last push.
+        self.weights: list[float] = []
         self.pushed: list[tuple[int, list[torch.Tensor]]] = []
         self.here = [threading.Event() for _ in range(n_buckets)]
         self.version = 0
@@ -53,6 +54,7 @@ class FakeClient:
 
     def push(self, *, step: int, flats: Sequence[torch.Tensor], small: Mapping[int, bytes], **given: Any) -> None:
         self.small = dict(small)
+        self.weights.append(given["weight"])
         self.pushed.append((step, [flat.clone() for flat in flats]))
 
     def wait(self, deadline_s: float, *, whole: bool = True) -> Reply:
@@ -85,8 +87,9 @@ class Rank:
         max_grad_norm: float | None = None,
         compressed: Compressed | None = None,
         look_s: float = 5.0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(3)))
+        self.model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False, dtype=dtype) for _ in range(3)))
         params = list(self.model.parameters())
         optimizer = torch.optim.SGD(params, lr=1.0)
         buckets = pack(params, 64)
@@ -119,6 +122,20 @@ class Rank:
             for param, view in zip(bucket.params, bucket.views, strict=True):
                 param.grad = view
             self.steps.give(bucket)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_the_weight_of_bfloat16_gradients_is_not_rounded(skip: bool) -> None:
+    """The servers divide by it, and the counters must agree with what was produced; 1.1 would be 1.1015625."""
+    rank = Rank(dtype=torch.bfloat16)
+    engine = rank.engine
+    engine.own.weight = 1.1
+    late = [torch.full_like(bucket.flat, 0.3) for bucket in engine.applier.buckets]
+    engine.keep_late(late, engine.step, weights=[0.3] * len(late))
+    rank.backward(2.0)
+    rank.steps.step(skip=skip)
+    expected = pytest.approx(0.3 if skip else 1.4, abs=1e-12)
+    assert rank.client.weights == [expected] and engine.counters.applied_weight == expected
 
 
 def test_buckets_are_sent_within_backward_and_the_push_has_their_number() -> None:
