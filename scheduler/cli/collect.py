@@ -21,6 +21,10 @@ _PATTERNS = ("one", "several", "rotating", "bursts", "mixed", "frozen", "links",
 """Patterns of contention, used in turn; most often links, where the cost model has the largest errors."""
 
 
+_PAIRS = 7
+"""One of so many jobs has two ranks; the others have 4 to 32 (`scheduler.simulator.scenario.draw_cluster`)."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument("--out", type=Path, default=DEFAULT_TABLE, help=f"table to write (default {DEFAULT_TABLE})")
@@ -121,7 +125,11 @@ def _simulated(options: argparse.Namespace) -> list[list[Any]]:
     for seed in track(seeds, description="simulating jobs", console=_console(), transient=True):
         # Half of the jobs have the drawn length, half are short.
         scenario, moments = collect_scenario(
-            seed, moments=options.moments, steps=400.0 if seed % 2 else 0.0, pattern=_PATTERNS[seed % len(_PATTERNS)]
+            seed,
+            moments=options.moments,
+            steps=400.0 if seed % 2 else 0.0,
+            pattern=_PATTERNS[seed % len(_PATTERNS)],
+            world_size=0 if seed % _PAIRS else 2,
         )
         rows += dataset.records(scenario, moments, project_version())
         if options.budget_s and time.monotonic() - begin_s > options.budget_s:

@@ -189,7 +189,7 @@ def _known(value: float, default: float) -> float:
 
 def _expected_times(readings: Readings, rows: int) -> tuple[Array, bool]:
     """Expected times, one row per step, and whether every row has the times of one step."""
-    reported = _without_pauses(readings, rows)
+    reported = without_pauses(readings, rows)
     width = reported.shape[1]
     times = np.full((rows, len(reported)), math.nan)
     times[max(0, rows - width) :] = reported[:, -rows:].T
@@ -213,7 +213,7 @@ def _expected(own: Array, run: int, rows: int) -> Array:
     return np.concatenate((np.full(rows - len(times), np.median(times)), times))
 
 
-def _without_pauses(readings: Readings, rows: int) -> Array:
+def without_pauses(readings: Readings, rows: int) -> Array:
     """The reports of every rank without pauses of the whole program, newest last, shape (n_ranks, n_reports).
 
     An evaluation or a recompilation makes a step long for all ranks. No plan shortens it, and in a mean of few reports

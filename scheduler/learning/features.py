@@ -12,17 +12,18 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from scheduler.cost.conditions import Array, Conditions
+from scheduler.cost.conditions import Array, Conditions, without_pauses
 from scheduler.cost.cost_model import Prediction
-from scheduler.diagnosis.links import LINK_RATIO, ring_bytes, usual_rate
-from scheduler.diagnosis.window_stats import slow_limit_s
+from scheduler.diagnosis.links import ring_bytes, slow_links, usual_rate
+from scheduler.diagnosis.window_stats import Readings, slow_limit_s
 from scheduler.plan.plan import MODES, Plan
 from scheduler.records import Window
 
 __all__ = ["FEATURES", "MOMENT", "PLAN", "SCHEMA_VERSION", "rows", "speed"]
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Incremented with every change of `FEATURES` or of a feature's meaning; a model of another version is rejected."""
 
 MOMENT: tuple[str, ...] = (
@@ -84,6 +85,8 @@ PLAN: tuple[str, ...] = (
     "servers",  # Servers over ranks.
     "linear",  # Whether the length of an update is proportional to its gradients.
     "drops",  # Whether late gradients are dropped.
+    "grace",  # Whether an update waits a grace for ranks not known to be slow before it drops theirs.
+    "behind",  # Whether transfers travel behind compute.
     "cost_log",  # The cost model's relative time.
     "cost_low_log",
     "cost_high_log",
@@ -96,6 +99,8 @@ PLAN: tuple[str, ...] = (
 """Features of the candidate."""
 
 FEATURES: tuple[str, ...] = MOMENT + PLAN
+
+Flags = npt.NDArray[np.bool_]
 
 _HISTORY, _HISTORY_MANY, _MANY = 64, 16, 128
 _RECENT = 8
@@ -196,18 +201,12 @@ def _size(conditions: Conditions, window: Window) -> list[float]:
     ]
 
 
-def _slow_link_share(rates: Array) -> float:
-    """Share of slow links by the lower median, which the shipped model was trained with; see `slow_links`."""
-    usual = usual_rate(rates)
-    return float((rates < LINK_RATIO * usual).mean()) if math.isfinite(usual) else 0.0
-
-
 def _times(conditions: Conditions) -> list[float]:
     usual = np.sort(conditions.usual_s) / conditions.typical_s
     n = len(usual)
     return [
         float((conditions.usual_s > slow_limit_s(conditions.typical_s)).mean()),
-        _slow_link_share(conditions.rate),
+        float(slow_links(conditions.rate).mean()),
         _log(float(usual[-1])),
         _log(float(usual[max(0, n - 2)])),
         _log(float(usual[(3 * (n - 1)) // 4])),
@@ -218,11 +217,10 @@ def _times(conditions: Conditions) -> list[float]:
 
 def _history(conditions: Conditions, window: Window) -> list[float]:
     """Features of length and frequency of slow runs in the reports."""
-    times = _reports(window) / conditions.typical_s
+    reported, late = _reports(window)
+    times = reported / conditions.typical_s
     n, kept = times.shape
     known = np.isfinite(times)
-    with np.errstate(invalid="ignore"):
-        late = times > slow_limit_s(conditions.typical_s) / conditions.typical_s
     filled = np.where(known, times, 1.0)
     peaks = filled.max(axis=0)
     counts = np.maximum(known.sum(axis=1), 1)
@@ -250,13 +248,17 @@ def _history(conditions: Conditions, window: Window) -> list[float]:
     ]
 
 
-def _reports(window: Window) -> Array:
-    """The ranks' newest times, newest last, padded with NaN in front, shape (n_ranks, n_reports)."""
+def _reports(window: Window) -> tuple[Array, Flags]:
+    """The ranks' newest times and which are slow, newest last, padded with NaN in front, shape (n_ranks, n_reports).
+
+    Without pauses of the whole program, which slow no rank more than another; nor do they in the rest of the row.
+    """
+    readings = Readings.of(window)
     most = _HISTORY if window.world_size <= _MANY else _HISTORY_MANY
-    table = window.table
-    longest = min(most, int(table.counts.max(initial=0)))
-    times = table.compute_s[:, table.compute_s.shape[1] - longest :]
-    return np.where(np.arange(longest) >= longest - table.counts[:, None], times, math.nan)
+    longest = min(most, int(readings.counts.max(initial=0)))
+    slow = readings.slow()
+    width = slow.shape[1]
+    return without_pauses(readings, longest)[:, width - longest :], slow[:, width - longest :]
 
 
 # ---- the candidate --------------------------------------------------------------------------------------------------
@@ -298,6 +300,8 @@ def _plan(
         len(plan.servers) / n,
         float(plan.mode in ("ps", "grouped") and plan.lr_rule == "linear"),
         float(plan.rule in ("backup", "grace")),
+        float(plan.rule == "grace"),
+        float(plan.in_background(conditions.background)),
     ]
 
 

@@ -6,8 +6,8 @@ LightGBM corrects the cost model instead of replacing it: three heads predict th
 
 and a fourth the probability of reaching the target. Decisions use the geometric mean of cost model and corrected
 prediction. Rows outside the range of the training data, and rows with too wide an interval, get the cost model's
-prediction. Only the age of a job and the number of observations of the price, which grow for as long as it trains, may
-be above their range: the heads are constant there.
+prediction. Only a few features may be outside of it, where the heads are constant, as they are not at a border of what
+they mean: `_UNBOUNDED_ABOVE`, `_UNBOUNDED_BELOW`.
 
 A model is a folder: `model.json` and one LightGBM text file per head, listed in it with SHA-256. Text, not pickle, so
 that a model from elsewhere executes no code.
@@ -58,7 +58,7 @@ HEADS = ("low", "middle", "high", "reach")
 SHIPPED = Path(__file__).parents[1] / "models" / "default"
 """The package's model."""
 
-SHIPPED_SHA256 = "38f58c7966b9555457a8ba54f37a590ea5c60945abab1806f81e0f7804fc926e"
+SHIPPED_SHA256 = "85618835624969e03a85d4b68cf935d931bac8459687639fa016e786ff7c5aeb"
 """SHA-256 of its `model.json`, which holds the hashes of its heads: this exact model needs no trial."""
 
 _FILE = "model.json"
@@ -66,11 +66,13 @@ _MOST_BYTES = 32 << 20
 _MARGIN = 0.1
 """Margin at both ends of a feature's range, as a fraction of it, that still counts as in range."""
 
-_GROWING = ("age_log", "price_seen_log")
-"""Features that grow throughout a job and count as the greatest trained value beyond it.
-
-No tree splits there, so the heads predict the same; without this, no row of an older job would be in range.
+_UNBOUNDED_ABOVE = ("age_log", "price_seen_log", "offered")
+"""Features that count as the greatest trained value beyond it: what grows throughout a job, and the number of
+candidates. No tree splits there, so the heads predict the same; without this, no row of an older job would be in range.
 """
+
+_UNBOUNDED_BELOW = ("cycle_log",)
+"""Features that count as the least trained value below it: a collective's negotiation is nothing in a long step."""
 
 CORRECTION_WEIGHT = 0.5
 """Weight of the learned correction: an average of two predictors with different errors is better than either. Chosen on
@@ -114,7 +116,8 @@ class Predictor:
         self._widest = float(calibration["widest"])
         self._warned_sizes: set[int] = set()
         self._warned_range = False
-        self._most[[FEATURES.index(name) for name in _GROWING]] = math.inf
+        self._most[[FEATURES.index(name) for name in _UNBOUNDED_ABOVE]] = math.inf
+        self._least[[FEATURES.index(name) for name in _UNBOUNDED_BELOW]] = -math.inf
         self._cost, self._ranks = FEATURES.index("cost_log"), FEATURES.index("ranks_log2")
 
     def __call__(

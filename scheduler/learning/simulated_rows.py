@@ -253,6 +253,7 @@ def collect_scenario(
     moments: int = 8,
     steps: float = 0.0,
     pattern: str = "",
+    world_size: int = 0,
 ) -> tuple[Scenario, list[Moment]]:
     """Simulate one job and collect moments.
 
@@ -261,8 +262,9 @@ def collect_scenario(
         moments: Most moments.
         steps: Synchronous steps to the target; the network's own if 0.
         pattern: Pattern of contention (`simulator.episodes.PATTERNS`); drawn if empty.
+        world_size: Ranks; drawn if 0.
     """
-    scenario = draw_scenario(seed, steps=steps, pattern=pattern)
+    scenario = draw_scenario(seed, steps=steps, pattern=pattern, world_size=world_size)
     rng = np.random.default_rng((seed, 7))
     collector = _Collector(scenario, rng, moments)
     job = Job(scenario, policy=collector)

@@ -12,6 +12,7 @@ from scheduler.cost.conditions import Conditions
 from scheduler.learning.features import FEATURES, MOMENT, PLAN, rows
 from scheduler.learning.simulated_rows import in_order
 from scheduler.plan.plan import Plan
+from scheduler.plan.transmission import Transmission
 from scheduler.policy.candidates import candidates
 from scheduler.records import RankStats, Window
 
@@ -90,6 +91,38 @@ def test_candidates_are_told_apart() -> None:
     assert len(np.unique(own, axis=0)) == len(offered)
     subgroup = next(i for i, p in enumerate(offered) if p.mode == "subgroup")
     assert column(found, "waited_log")[subgroup] < 0.2 < column(found, "waited_log")[0]
+
+
+def test_forms_of_servers_are_told_apart() -> None:
+    given = window()
+    conditions = Conditions.from_window(given)
+    assert conditions is not None
+    forms = (Plan.ps(N, N - 1, rule=rule, lr_rule="none", servers=(0,)) for rule in ("backup", "grace"))
+    plans = [Plan.sync(N), *forms]
+    plans.append(plans[-1].replace(transmission=Transmission(background=True)))
+    found = rows(plans, conditions, given, plans[0], in_order(plans, conditions))
+    assert column(found, "drops").tolist() == [0.0, 1.0, 1.0, 1.0]
+    assert column(found, "grace").tolist() == [0.0, 0.0, 1.0, 1.0]
+    assert column(found, "behind").tolist() == [0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("steps_ago", [0, 3, 30])
+def test_an_evaluation_of_all_ranks_is_no_slowness(steps_ago: int) -> None:
+    """It lies within the next step's compute time of every rank, and can last hundreds of steps."""
+    given = window(slow=1.0)
+    at = 39 - steps_ago
+    ranks = tuple(
+        dataclasses.replace(
+            each, compute_s=(*each.compute_s[:at], each.compute_s[at] + 200.0, *each.compute_s[at + 1 :])
+        )
+        for each in given.ranks
+    )
+    _, calm = table(given)
+    _, paused = table(dataclasses.replace(given, ranks=ranks))
+    for name in ("late_now", "late_share", "late_ranks", "late_factor_log", "run_log"):
+        assert column(paused, name)[0] == column(calm, name)[0] == 0.0, name
+    for name in ("row_max_recent_log", "row_max_past_log", "onset_log", "jitter_log"):
+        assert column(paused, name)[0] == pytest.approx(column(calm, name)[0], abs=0.15), name
 
 
 def test_a_few_reports_or_different_numbers_of_them_do_no_harm() -> None:
