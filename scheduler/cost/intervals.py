@@ -1,13 +1,13 @@
 """Errors of the cost model, for the 90 % interval of explanations and the run log.
 
 The model's own quantiles contain only the scatter of the times and the price of staleness, not changes of conditions or
-effects it does not model: they cover 44 % of the labels in `datasets/moments.csv.gz`. Reports use wider intervals; the
+effects it does not model: they cover 46 % of the labels in `datasets/moments.csv.gz`. Reports use wider intervals; the
 policy and the features use the model's own.
 
 The constants are 5 % and 95 % quantiles of log(label) - log(prediction), per mode, by quantile regression (the upper
-one linear in the predicted gain) on half of the networks of that table (`dataset.folds(table, 2) == 0`), rows up to e
-times slower than `sync` (slower ones are never chosen). They cover 90 % of the other half's labels, 90 % of
-`moments-2.csv.gz` and 56 of 60 in `real.csv.gz`.
+one linear in the predicted gain) on half of the networks of that table's first version (`dataset.folds(table, 2) == 0`),
+rows up to e times slower than `sync` (slower ones are never chosen). Of the tables of today they cover 90 % of the labels
+in `moments.csv.gz`, 91 % in `moments-2.csv.gz` and 36 of 42 in `real.csv.gz`.
 """
 
 from __future__ import annotations
