@@ -175,11 +175,13 @@ def _wrapped(optimizer: torch.optim.Optimizer, **given: Any) -> Any:
     """Return the wrapped optimizer; `given` goes to `_Wrapper`."""
     release_dropped()
     inner = _inner_of(optimizer)
-    previous = inner.__dict__.get("_star_wrapped", lambda: None)()
+    previous: Any = inner.__dict__.get("_star_wrapped", lambda: None)()
+    # Its state is handed over in a meeting. An object that the program does not pass may be garbage on some ranks.
+    hands_over = previous is not None and id(previous) == id(optimizer)
     if previous is not None:
         # A learning-rate scheduler, for one, may refer to it for as long as the job runs; it makes no more steps.
         previous._star.core.remove_hooks()
-        if isinstance(previous._star.core, BucketCore):
+        if hands_over and isinstance(previous._star.core, BucketCore):
             previous._star.core.hand_over()
         previous._star.finalizer()  # Left for later, it would keep the former core and its buffers in memory.
         release_dropped()

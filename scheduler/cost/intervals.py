@@ -4,10 +4,10 @@ The model's own quantiles contain only the scatter of the times and the price of
 effects it does not model: they cover 46 % of the labels in `datasets/moments.csv.gz`. Reports use wider intervals; the
 policy and the features use the model's own.
 
-The constants are 5 % and 95 % quantiles of log(label) - log(prediction), per mode, by quantile regression (the upper
-one linear in the predicted gain) on half of the networks of that table's first version (`dataset.folds(table, 2) == 0`),
-rows up to e times slower than `sync` (slower ones are never chosen). Of the tables of today they cover 90 % of the labels
-in `moments.csv.gz`, 91 % in `moments-2.csv.gz` and 36 of 42 in `real.csv.gz`.
+The constants are 5 % and 95 % quantiles of log(label) - log(prediction), per mode, by quantile regression (the
+upper one linear in the predicted gain) on half of the networks of that table's first version (`dataset.folds(table, 2)
+== 0`), rows up to e times slower than `sync` (slower ones are never chosen). Of the tables of today they cover 90 % of
+the labels in `moments.csv.gz`, 91 % in `moments-2.csv.gz` and 36 of 42 in `real.csv.gz`.
 """
 
 from __future__ import annotations

@@ -204,7 +204,8 @@ class Runtime:
         self.behind_step: Callable[[], None] | None = None  # Called behind the step of micro-batches in progress.
         self.memory = MemoryLimits(self.config.max_batch)
         self.steps_ended = 0  # How often the gradients of a step were collected, over all optimizers.
-        self._loops: list[int] = []  # `steps_ended` as each open iteration over a `shard` loader began.
+        # For each open iteration over a `shard` loader: `steps_ended` as it began, whether it is over micro-batches.
+        self._loops: list[tuple[int, bool]] = []
         self._had_shares = False
         self.thread_failure: StarError | RankLostError | None = None  # Why a thread of this process ended, if one did.
         self.agent: Agent
@@ -402,9 +403,13 @@ class Runtime:
         program_end.note_step()
 
     @contextlib.contextmanager
-    def loop(self) -> Iterator[None]:
-        """The program's loop over a `shard` loader, see `note_collective`."""
-        began = self.steps_ended
+    def loop(self, *, parts: bool) -> Iterator[None]:
+        """The program's loop over a `shard` loader, see `note_collective`.
+
+        Args:
+            parts: Whether it is over micro-batches.
+        """
+        began = (self.steps_ended, parts)
         self._loops.append(began)
         try:
             yield
@@ -420,7 +425,8 @@ class Runtime:
         Args:
             name: The collective.
         """
-        if not any(self.steps_ended - began >= _LOOPING for began in self._loops) or not self.in_training_thread():
+        loops = [parts for began, parts in list(self._loops) if self.steps_ended - began >= _LOOPING]
+        if not loops or not self.in_training_thread():
             return
         reason = (
             f"the program calls hvd.{name} within its loop over an hvd.shard loader, so all ranks need equally many "
@@ -428,7 +434,7 @@ class Runtime:
         )
         for driver in list(self.drivers.values()):
             if driver.auto:
-                driver.pin(reason)
+                driver.pin(reason, equal_batches=any(loops))  # Micro-batches that others take over are iterations, too.
 
     @property
     def trains(self) -> bool:
