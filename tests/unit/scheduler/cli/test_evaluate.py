@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.cli.evaluate import find_champion
+from scheduler.learning.features import SCHEMA_VERSION
 from scheduler.learning.predictor import ModelError
 from scheduler.learning.registry import FilesMissing, Version
 from tests.support.learning import save_model
@@ -41,7 +42,7 @@ def test_a_champion_of_other_features_leaves_its_place_to_the_shipped_model(fold
     found = find_champion(_Registry(folder), "challenger")  # type: ignore[arg-type]
     assert found is not None and found[1].about["data"]["rows"] > 10_000
     assert found[0].startswith("shipped model (champion v3 cannot be used: the model in ")
-    assert "feature_version 0; expected 1" in found[0]
+    assert f"feature_version 0; expected {SCHEMA_VERSION}" in found[0]
 
 
 def test_a_damaged_or_deleted_champion_leaves_its_place_to_the_shipped_model(folder: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from scheduler.cli import main
 from scheduler.learning import dataset
+from scheduler.learning.features import SCHEMA_VERSION
 from scheduler.learning.model_choice import find_ranker
 from scheduler.learning.predictor import HEADS, ModelError, Predictor, load
 from scheduler.learning.registry import (
@@ -74,7 +75,7 @@ def test_mlflow_can_serve_it_and_knows_its_schema(stored: tuple[dict[str, str], 
     with pytest.raises(mlflow.exceptions.MlflowException, match="noise_log"):
         served.predict(rows.drop(columns=["noise_log"]))
     version = mlflow.MlflowClient().get_model_version("star-tta", "1")
-    assert version.tags["star.feature_version"] == "2" and version.tags["star.coverage"] == "0.9"
+    assert version.tags["star.feature_version"] == str(SCHEMA_VERSION) and version.tags["star.coverage"] == "0.9"
     run = mlflow.get_run(version.run_id)
     assert run.data.metrics["promote/regret/learned"] == 0.04, "what it was judged by, beside its training"
     assert "coverage" in run.data.metrics and run.data.params["settings.rounds"] == "40"
