@@ -57,13 +57,13 @@ def test_without_a_first_step_it_is_loaded_all_the_same(monkeypatch: pytest.Monk
 def test_a_model_for_other_numbers_of_ranks_is_not_said_to_decide(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The shipped model knows 4 to 32 ranks."""
+    """The shipped model knows 2 to 32 ranks."""
     monkeypatch.setenv("STAR_MODEL", "")
-    ranker, reason = ModelLoader(2), "2 ranks: the model was trained on 4 to 32; the cost model decides"
+    ranker, reason = ModelLoader(64), "64 ranks: the model was trained on 2 to 32; the cost model decides"
     ranker.load_after(lambda: True)
     await_end("star-model")
     assert ranker.facts == {"source": "shipped", "fallback": f"cost_model: {reason}"}
-    given, active = window(steady(2, slow={1: 3.0})), Plan.sync(2)
+    given, active = window(steady(64, slow={1: 3.0})), Plan.sync(64)
     conditions = Conditions.from_window(given)
     assert conditions is not None
     predicted = ranker(candidates(conditions, active), conditions, given, active)
