@@ -410,7 +410,7 @@ class LeaseQueue:
         return not asked and not holder.ended and samples(holder.held) > holder.keeps
 
     def _soonest(self, waiting: Sequence[_Holder], now_s: float) -> list[_Holder]:
-        """Return those of the waiting ranks of which one has the least `_next_s`, whoever the holder is.
+        """Return those of the waiting ranks of which one has the least `_next_s` for every holder.
 
         That of a rank of unknown pace depends on the holder's pace, and if that is unknown, on whether it is idle.
         """

@@ -65,7 +65,7 @@ _REGROUP_AFTER = 20  # Consecutive decisions that prefer the same other groups b
 _REGROUP_GAIN = 0.10  # Share of gradients per second that groups of `grouped` must add: a change is a hand-over.
 _RATES_S = 3.0  # Longest wait for the rates of links before servers are placed; a sweep takes at most 2 s.
 _OTHERS_S = 1.0
-"""After this the user is told of other optimizers: one that replaces another is made before that has been dropped."""
+"""After this a warning names other optimizers: one that replaces another is made before that has been dropped."""
 _SENT_STEPS = 32  # Steps that say what is usual: more than a trial of a form of gradients takes.
 
 

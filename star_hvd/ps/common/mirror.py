@@ -148,7 +148,7 @@ class Mirror:
         return offset, capacity
 
     def _extend(self, end: int) -> None:
-        """Make the memory reach to `end` at least; what nobody writes to takes no room."""
+        """Make the memory reach to `end` at least; pages that are never written take no memory."""
         if os.fstat(self._fd).st_size < end:
             os.ftruncate(self._fd, end)
 

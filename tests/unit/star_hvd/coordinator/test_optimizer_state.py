@@ -75,12 +75,18 @@ def test_a_preparation_has_a_deadline_with_and_without_steps(caplog: pytest.LogC
     assert "not all ranks prepared it within 60 s" in caplog.text
 
 
-def test_batch_shares_that_change_for_days_are_one_plan() -> None:
+def _balanced_job() -> Job:
+    """A job whose plan 1, `sync(balanced)`, is in force since step 5."""
     job = Job()
     job.register(Plan.sync(3))
     job.engine.publish(Plan.sync(3, balanced=True, reason="shares follow the speed"), job.now_s)
     for rank in range(3):
         job.arrive(rank, 5, plan_id=1)
+    return job
+
+
+def test_batch_shares_that_change_for_days_are_one_plan() -> None:
+    job = _balanced_job()
     for step in range(10, 1010):
         shares = (8, 8, 8) if step % 2 else (4, 10, 10)
         job.engine.shares_changed(step, shares, f"rank 0 gets {shares[0]} of 24 samples")
@@ -92,11 +98,8 @@ def test_batch_shares_that_change_for_days_are_one_plan() -> None:
 
 def test_shares_that_are_out_of_force_are_no_reason_of_the_plan() -> None:
     """Gradients follow a plain DataLoader from step 20 on, and the loader of `shard` again from step 30 on."""
-    job = Job()
-    job.register(Plan.sync(3))
-    job.engine.publish(Plan.sync(3, balanced=True, reason="shares follow the speed"), job.now_s)
+    job = _balanced_job()
     for rank in range(3):
-        job.arrive(rank, 5, plan_id=1)
         job.say(rank, LeaseAsk(0, 0, 2400, 8, False, 0))
     job.state.shares.state.shares = (4, 10, 10)
     job.engine.shares_changed(10, (4, 10, 10), job.state.shares.sentence())
