@@ -193,9 +193,9 @@ class Cluster:
     def note(self, index: int, event: dict[str, Any]) -> None:
         if event["event"] == "died" and self.recovers:
             guard = threading.Thread(target=self.recover, args=(index,), daemon=True)
-            guard.start()
             self._guards.append(guard)
             self.deaths += 1
+            guard.start()  # Last: on a busy machine a step may end before this thread goes on.
         self.log.append({**event, "of": index})
         self.events.put(self.log[-1])
 
@@ -227,6 +227,9 @@ class Cluster:
     def settled(self) -> None:
         """Wait until all dead servers have been restarted."""
         for guard in list(self._guards):
+            limit_s = time.monotonic() + DEADLINE_S
+            while guard.ident is None and time.monotonic() < limit_s:
+                time.sleep(0.01)  # About to be started.
             guard.join(DEADLINE_S)
             assert not guard.is_alive(), "a server did not come back in time"
         assert not self.failures, "a server could not be restarted"
