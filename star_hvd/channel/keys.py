@@ -15,7 +15,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -336,14 +336,24 @@ class Keyring:
         router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         return router
 
-    def client(self, rank: int, identity: bytes, *, port: int) -> zmq.Socket[Any]:
-        """Return a DEALER connected to a server of `rank`; with an empty `identity` the server assigns one."""
+    def client(
+        self, rank: int, identity: bytes, *, port: int, watch: Callable[[zmq.Socket[Any]], None] = lambda _: None
+    ) -> zmq.Socket[Any]:
+        """Return a DEALER connected to a server of `rank`.
+
+        Args:
+            rank: The server's rank.
+            identity: The client's; if empty, the server assigns one.
+            port: The server's port.
+            watch: Called with the socket before it connects, so that a monitor misses nothing.
+        """
         peer = self.peers[rank]
         dealer: zmq.Socket[Any] = self.context.socket(zmq.DEALER)
         dealer.linger = 1000
         if identity:
             dealer.setsockopt(zmq.IDENTITY, identity)
         set_limits(dealer, DATA_BYTES)
+        watch(dealer)
         if peer.tensor_path and port == peer.tensor_port:
             dealer.connect(f"ipc://{peer.tensor_path}")
             return dealer

@@ -113,7 +113,7 @@ class ParentLink:
         self._down = PacedReplies(pacing.Pace(link_bytes_per_s)) if paced else None
 
     def _connect(self) -> Caller:
-        return Caller(self._keyring.client(self.parent, b"", port=self._keyring.peers[self.parent].tensor_port))
+        return Caller(self._keyring, self.parent)
 
     def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
         """Send one gradient, one flat buffer per bucket. Return the first version that will contain it.

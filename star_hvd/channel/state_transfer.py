@@ -315,17 +315,23 @@ def _parts(manifest: bytes, body: bytes, step: int) -> Iterator[_Part]:
 class Caller:
     """A connection for requests; its user repeats a request if the connection broke before the answer (`reopened`).
 
+    Used by one thread.
+
     Args:
-        socket: A DEALER; used by one thread.
+        keyring: Keys and addresses of the job.
+        rank: The rank to connect to.
     """
 
-    def __init__(self, socket: zmq.Socket[Any]) -> None:
-        self.socket = socket
-        self._monitor: zmq.Socket[Any] = socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
+    def __init__(self, keyring: Keyring, rank: int) -> None:
+        self._monitor: zmq.Socket[Any]
+        # Without an identity of its own: the server would ignore a second connection under the same one.
+        self.socket = keyring.client(rank, b"", port=keyring.peers[rank].tensor_port, watch=self._watch)
         self._connected = self._broke = False
         self._requests = secrets.randbits(32) << 31
+
+    def _watch(self, socket: zmq.Socket[Any]) -> None:
+        """Look at the connection's events: at a first handshake that was missed, its break would lose the request."""
+        self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
 
     def begin(self) -> int:
         """Start a new request and return its number; forget what happened to the connection before."""
@@ -419,8 +425,7 @@ def fetch(
         DeadlineError: The reply was not complete within `deadline_s`, or nothing arrived for `patience_s`.
         ChannelError: The reply cannot be read.
     """
-    # Without an identity of its own: the server would ignore a second connection under the same one.
-    caller = Caller(keyring.client(source, b"", port=keyring.peers[source].tensor_port))
+    caller = Caller(keyring, source)
     try:
         limit_s = time.monotonic() + deadline_s
         return ask(caller, source, optimizer_id, limit_s, state_too=True, min_step=min_step, patience_s=patience_s)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from scheduler.diagnosis.machine import MachineStats, machine_evidence
 from scheduler.diagnosis.slow_episodes import SlowSince, first_slow_step
@@ -13,9 +13,11 @@ from scheduler.records import Window
 from scheduler.rules.step_closing import Close, ClosingRule
 from star_hvd.config import Config
 
-__all__ = ["Alerts"]
+__all__ = ["Alerts", "EndAlert"]
 
 logger = logging.getLogger("star_hvd")
+
+_END_WARNING_S = 60.0  # First warning of ranks that others wait for at the end of the job: some evaluate on one rank.
 
 
 class Alerts:
@@ -93,6 +95,34 @@ class Alerts:
         self._stall_logged_s = now_s
         logger.warning("step %d has been waiting for ranks %s for %.0f s", rule.step, list(rule.missing), waited_s)
         return waited_s
+
+
+class EndAlert:
+    """Warns, more and more rarely, of ranks that others, whose programs have ended, wait for."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+        self._due_s = 0.0
+
+    def waits(self, ended: Collection[int], world_size: int, now_s: float) -> tuple[list[int], float] | None:
+        """Return the ranks waited for and for how many seconds, with a warning; None if none is due.
+
+        Args:
+            ended: Ranks whose programs have ended.
+            world_size: Number of ranks.
+            now_s: Current time.
+        """
+        if not ended or len(ended) == world_size:
+            return None
+        if self._since_s is None:
+            self._since_s, self._due_s = now_s, now_s + _END_WARNING_S
+        if now_s < self._due_s:
+            return None
+        waited_s = now_s - self._since_s
+        self._due_s = now_s + waited_s
+        ranks = [rank for rank in range(world_size) if rank not in ended]
+        logger.warning("ranks %s have ended, and wait for ranks %s for %.0f s", sorted(ended), ranks, waited_s)
+        return ranks, waited_s
 
 
 def _with_machine(straggler: Straggler, machines: Sequence[MachineStats]) -> Straggler:

@@ -36,6 +36,7 @@ from star_hvd.channel.messages.base import (
     ReportImmediately,
     RequestBatch,
     StateSource,
+    StepWaits,
     Unregister,
 )
 from star_hvd.channel.messages.joins import JoinCalled, JoinedRanks, ProgramCollective
@@ -64,6 +65,7 @@ from star_hvd.channel.messages.switch import (
     Switched,
 )
 from star_hvd.config import Config
+from star_hvd.coordinator.alerts import EndAlert
 from star_hvd.coordinator.lease_service import LeaseService, MicrobatchService
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.optimizer_state import OptimizerState
@@ -144,6 +146,7 @@ class JobState:
         self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
         self._last_seen_s = [now_s] * world_size
         self._sent_bye = self._warned_apart = False
+        self._end_alert = EndAlert()
         self._asked = [0] * world_size
         self._closed: set[int] = set()
         self._inactive: dict[int, float] = {}  # Inactive ranks and since when.
@@ -188,6 +191,9 @@ class JobState:
         """Act on what is due; return the latest time for the next call."""
         self._now_s = now_s
         self._check_lost(now_s)
+        waits = self._end_alert.waits(self.finished, self.world_size, now_s)
+        if waits is not None:
+            self._broadcast(StepWaits(0, -1, waits[1], waits[0]))
         if self._immediate_until_s is not None and not self._inactive and now_s >= self._immediate_until_s:
             self._immediate_until_s = None
             self._broadcast(ReportImmediately(False))

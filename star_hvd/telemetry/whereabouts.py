@@ -57,7 +57,7 @@ class Whereabouts:
         Args:
             thread: The training thread of this rank.
             rank: This rank.
-            step: The step that waits for it.
+            step: The step that waits for it, -1 for the end of the job.
             waited_s: For how many seconds.
         """
         found, now_s = place_of(thread), self._clock()
@@ -66,8 +66,8 @@ class Whereabouts:
             return
         self._last, self._logged_s = place, now_s
         logger.warning(
-            "step %d has been waiting for this rank, %d, for %.0f s; its training thread %s",
-            step,
+            "%s has been waiting for this rank, %d, for %.0f s; its training thread %s",
+            f"step {step}" if step >= 0 else "the end of the job",
             rank,
             waited_s,
             place,

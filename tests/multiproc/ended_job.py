@@ -14,7 +14,9 @@ from tests.support.launch import write_result
 from tests.support.patient import wait_without_spinning
 from tests.support.signals import PATIENCE_S
 
-CONFIG = hvd.Config(plan_deadline_s=200.0, control_deadline_s=200.0)
+CONFIG = hvd.Config(
+    plan_deadline_s=200.0, control_deadline_s=200.0, step_deadline_s=300.0, shutdown_deadline_s=400.0
+)
 MORE = 5  # Steps behind the last time that the state was here.
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
+
 import pytest
+from horovod.runner.common.util.hosts import SlotInfo
+from horovod.runner.http.http_server import RendezvousServer
 
 from tests.multiproc.thread_state_job import REDUCTIONS
 from tests.multiproc.wait_job import LATE_S
@@ -75,3 +79,31 @@ def test_credentials_reach_ranks_and_no_command_line() -> None:
     result = run_job("tests.multiproc.credentials_job", ranks=2, env=env, fresh=True, timeout_s=200.0).check()
     assert [facts["secret"] for facts in result.results] == ["correct-horse-7319"] * 2
     assert [facts["shown"] for facts in result.results] == [0, 0], "patch 0011 is missing in this build of Horovod"
+
+
+def test_a_scope_of_the_rendezvous_is_cleared_whatever_the_others_do() -> None:
+    """Each scope waits for its own ranks; one address left over ends a later `init` ("Connection refused")."""
+    slots = [SlotInfo("host", rank, rank, cross_rank=0, size=3, local_size=3, cross_size=1) for rank in range(3)]
+    server = RendezvousServer()
+    port = server.start()
+    try:
+        server.init(slots)
+        scopes = [each for r in range(3) for each in (("global", r), ("local_host", r), (f"cross_{r}", 0))]
+        for method in ("PUT", "DELETE"):  # A rank is through with all its scopes before the next one ends its first.
+            assert {_ask(port, method, scope, rank) for scope, rank in scopes} == {200}
+        left = [(scope, rank) for scope, rank in scopes if _ask(port, "GET", scope, rank) != 404]
+        assert left == [], "patch 0019 is missing in this build of Horovod"
+    finally:
+        server.stop()
+
+
+
+def _ask(port: int, method: str, scope: str, rank: int) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30.0)
+    try:
+        connection.request(method, f"/{scope}/{rank}", b"address" if method == "PUT" else None)
+        answer = connection.getresponse()
+        answer.read()
+        return answer.status
+    finally:
+        connection.close()

@@ -22,6 +22,7 @@ import array
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -44,9 +45,11 @@ from typing import Any
 
 import psutil
 
-__all__ = ["ADDRESS", "LAUNCHER", "server_address"]
+__all__ = ["ADDRESS", "LAUNCHER", "STACKS_AFTER_S", "server_address"]
 
 ADDRESS = "TEST_FORK_SERVER"  # Environment variable: the server's address, for the ranks.
+STACKS_AFTER_S = "TEST_STACKS_AFTER_S"
+"""Environment variable: a rank that still runs so long after its start prints what its threads are doing."""
 LAUNCHER = "horovodrun"
 """In the place of a program: what is to be run is Horovod's launcher, with the arguments that follow."""
 EXECUTOR = "horovod.runner.common.util.safe_shell_exec"
@@ -178,6 +181,8 @@ def _run(request: dict[str, Any]) -> None:
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     what, *arguments = request["words"]
     sys.argv = [what, *arguments]
+    if what != LAUNCHER and STACKS_AFTER_S in os.environ:
+        faulthandler.dump_traceback_later(float(os.environ[STACKS_AFTER_S]))
     if what == LAUNCHER:
         _launch()
     elif what.endswith(".py"):

@@ -32,6 +32,7 @@ RESULTS = "TEST_JOB_RESULTS"  # Environment variable: the folder that the ranks 
 JOB_LIMIT_S = 600.0
 """Within this every job of the tests ends, on the busiest machine; only one that hangs is ended by it."""
 SHOWN_LINES = 60
+STACK_LINES = 500  # What the threads of a job's ranks are doing, shortly before its time is over.
 TERMINATE_GRACE_S = 5.0
 
 
@@ -114,6 +115,8 @@ def run_job(
     else:
         command = [*forked, forkserver.LAUNCHER, *options, *forked, module_or_script, *args]
     environment = dict(env or {}) if fresh else {forkserver.ADDRESS: forkserver.server_address(), **(env or {})}
+    # Early enough to be read before the job is killed.
+    environment.setdefault(forkserver.STACKS_AFTER_S, str(max(timeout_s - 120.0, 0.6 * timeout_s)))
     with tempfile.TemporaryDirectory(prefix="star-job-") as folder:
         log, began_s = Path(folder) / "output.txt", time.monotonic()
         with log.open("wb") as sink:
@@ -131,7 +134,10 @@ def run_job(
         output = log.read_text(encoding="utf-8", errors="replace")
     result = JobResult(process.returncode, output, results, time.monotonic() - began_s)
     if not in_time:
-        raise DeadlineMissed(f"{' '.join(command)} did not end within {timeout_s:g} s:\n{result.tail}", result)
+        shown = "\n".join(output.splitlines()[-STACK_LINES:])
+        wrote = [rank for rank, found in enumerate(results) if found]
+        missed = f"{' '.join(command)} did not end within {timeout_s:g} s; ranks {wrote} had written their results"
+        raise DeadlineMissed(f"{missed}:\n{shown}", result)
     return result
 
 

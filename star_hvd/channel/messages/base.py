@@ -347,7 +347,10 @@ class ReportImmediately(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class StepWaits(Message):
-    """A step has been waiting for some ranks for `waited_s` seconds: they log where their training threads are."""
+    """A step, or the end of the job (step -1), has been waiting for some ranks for `waited_s` seconds.
+
+    They log where their training threads are.
+    """
 
     kind: ClassVar[str] = "waits"
     optimizer_id: int

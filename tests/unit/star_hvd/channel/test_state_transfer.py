@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgpack
 import pytest
 import torch
+import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -256,11 +259,54 @@ def test_a_manifest_of_many_parameters_travels_in_chunks() -> None:
             server.stop()
 
 
+def test_a_break_is_noticed_however_early_the_connection_was_made(tmp_path: Path) -> None:
+    """A thread may be suspended behind `connect`; a request lost later would never be repeated."""
+    context, address = zmq.Context(), f"ipc://{tmp_path}/rank"
+    routers = [context.socket(zmq.ROUTER)]
+    routers[0].bind(address)
+
+    def client(rank: int, identity: bytes, *, port: int, watch: Any) -> Any:
+        socket = context.socket(zmq.DEALER)
+        watch(socket)
+        socket.connect(address)
+        socket.send(b"early")
+        assert routers[0].poll(60_000), "the connection was not made"
+        return socket
+
+    keyring: Any = SimpleNamespace(client=client, peers=[SimpleNamespace(tensor_port=1)])
+    caller = Caller(keyring, 0)
+    try:
+        assert not caller.reopened()
+        routers[0].close(linger=0)
+        routers.append(context.socket(zmq.ROUTER))
+        limit_s, again = time.monotonic() + 60.0, False
+        while not again and time.monotonic() < limit_s:
+            with contextlib.suppress(zmq.ZMQError):  # The old one is closed by another thread.
+                routers[1].bind(address)
+            caller.wait(time.monotonic() + 0.05)
+            again = caller.reopened()
+        assert again
+    finally:
+        caller.close()
+        context.destroy(linger=0)
+
+
+def test_a_watch_sees_a_socket_before_it_connects() -> None:
+    with two_rings() as (_, client, _, peers):
+        before: list[bytes] = []
+        socket = client.client(
+            0, b"", port=peers[0].tensor_port, watch=lambda each: before.append(each.getsockopt(zmq.LAST_ENDPOINT))
+        )
+        after = socket.getsockopt(zmq.LAST_ENDPOINT)
+        socket.close(linger=0)
+    assert before == [b""] and after != b""
+
+
 class Asking:
     """A rank that asks for the state with a pace."""
 
     def __init__(self, client: Keyring, rate: float) -> None:
-        self.caller = Caller(client.client(0, b"", port=client.peers[0].tensor_port))
+        self.caller = Caller(client, 0)
         self.pace = PacedReplies(Pace(rate), size_bytes=1 << 20)
 
     def ask(self) -> Snapshot | None:

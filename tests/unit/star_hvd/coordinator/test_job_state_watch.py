@@ -48,6 +48,23 @@ def test_a_step_that_waits_long_is_logged_with_the_ranks_that_are_missing(caplog
     assert caplog.text.count("has been waiting") == 1
 
 
+def test_ranks_that_others_wait_for_at_the_end_are_logged_more_and_more_rarely(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing else would show where a rank is stuck that never gets to its end: no step waits for it."""
+    job = Job(3, Config(lost_after_s=1e6))
+    job.pass_time(100.0)
+    job.say(0, m.Finished(0)), job.say(1, m.Finished(1))
+    assert only(job.pass_time(59.0), m.StepWaits) == []
+    for pause_s, waited_s in ((2.0, 60.0), (61.0, 120.0), (121.0, 240.0)):
+        (told,) = only(job.pass_time(pause_s), m.StepWaits)
+        assert (told.step, told.ranks) == (-1, [2]) and told.waited_s == pytest.approx(waited_s, abs=3.0)
+        assert only(job.pass_time(waited_s - 3.0 - pause_s), m.StepWaits) == []
+    assert "ranks [0, 1] have ended, and wait for ranks [2] for 60 s" in caplog.text
+    assert only(job.say(2, m.Finished(2)), m.Bye) == [m.Bye()]
+    assert only(job.pass_time(1000.0), m.StepWaits) == []
+
+
 def test_a_step_closed_at_its_deadline_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     job = relaxed_job()
     job.tick()

@@ -61,5 +61,6 @@ def test_a_thread_that_has_ended_is_said_to(caplog: pytest.LogCaptureFixture) ->
     ended = threading.Thread(target=lambda: None)
     ended.start()
     ended.join()
-    Whereabouts().log(ended, rank=1, step=3, waited_s=10.0)
-    assert "for 10 s; its training thread has ended" in caplog.text
+    Whereabouts().log(ended, rank=1, step=-1, waited_s=10.0)
+    waits = "the end of the job has been waiting for this rank, 1, for 10 s; its training thread has ended"
+    assert waits in caplog.text
