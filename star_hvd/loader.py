@@ -23,6 +23,7 @@ from star_hvd.channel.messages.microbatches import MicrobatchOpen
 from star_hvd.config import Config
 from star_hvd.epochs.batches import SOON_S, EqualRanges, LeasedBatches, StreamBatches
 from star_hvd.epochs.microbatches import LeasedMicrobatches
+from star_hvd.epochs.passes import Coming, Interrupted, Passes, Terms, digest, end_epoch, spans
 from star_hvd.errors import StarError
 from star_hvd.input.batch_sizes import BatchSizes
 from star_hvd.input.feeder import IN_THREAD_NOTE, Feeder
@@ -194,11 +195,9 @@ class ShardLoader:
         # A worker that joins an elastic job meets the others in the state's `sync`, and must not wait for them before.
         self._attached = None if env.elastic() else runtime.ensure(config)
         self._number = -1  # In the order in which loaders are first iterated, which is the same on all ranks.
-        self._passes = 0  # Iterations under this number; not the epoch, which may be chosen again.
-        self._next_stock: LeaseStock | None = None
-        self._asked_as: tuple[Any, ...] | None = None  # What `_next_stock` is for, also on a rank that asked for none.
-        self._coming: _Coming | None = None  # The iteration that is made but not begun.
-        self._open: _Interrupted | None = None  # The current epoch, or the one left in the middle.
+        self._passes = Passes()  # Under this number.
+        self._coming: Coming | None = None  # The iteration that is made but not begun.
+        self._open: Interrupted | None = None  # The current epoch, or the one left in the middle.
         self._resume: dict[str, Any] | None = None
         self._sampler_epoch = 0  # The last one followed, see `_follow_sampler`.
         self._may_meet: bool | None = None  # Whether ranks may meet within the passes of this stream, once known.
@@ -270,8 +269,9 @@ class ShardLoader:
             known = self._attached is not None and self._resume is not None
             self._sampler_epoch = self._epoch_of_sampler if known else 0
             self._attached = runtime.ensure(self._config)
-            self._number, self._passes = -1, 0
-            self._next_stock = self._asked_as = self._coming = self._may_meet = None
+            self._number = -1
+            self._passes.restart()
+            self._coming = self._may_meet = None
         if self._number < 0:
             self._number = self._run.client.loader_number(self)
         # Not left to the first batch: a loop over `zip` takes none of this loader where another one has none for it,
@@ -279,14 +279,14 @@ class ShardLoader:
         if self._coming is not None:
             self._skip(self._coming)
         self._follow_sampler()
-        coming = self._coming = _Coming(
+        coming = self._coming = Coming(
             *self._next_order(), self._order.expected(), evaluates=not torch.is_grad_enabled()
         )
         iterator = self._iterate(coming)
         coming.iterator = weakref.ref(iterator)
         return iterator
 
-    def _iterate(self, coming: _Coming) -> Generator[Any, None, None]:
+    def _iterate(self, coming: Coming) -> Generator[Any, None, None]:
         if self._coming is not coming:
             raise StarError(
                 "another iteration over this hvd.shard loader was made before this one's first batch was taken, and "
@@ -312,15 +312,15 @@ class ShardLoader:
         finally:
             run.feeding.end(self._number, exhausted=exhausted)
 
-    def _skip(self, coming: _Coming) -> None:
+    def _skip(self, coming: Coming) -> None:
         """Leave an epoch of which this rank has taken no batch, as if its loop had ended at once."""
         self._coming, self._evaluates = None, coming.evaluates
         if self._parts:
             self._open_microbatches(coming)[0].close()
         else:
-            self._stock_for(coming).leave_unbegun(_digest(coming.order, coming.done), coming.done)
+            self._stock_for(coming).leave_unbegun(digest(coming.order, coming.done), coming.done)
 
-    def _epoch_in_batches(self, coming: _Coming) -> Iterator[Any]:
+    def _epoch_in_batches(self, coming: Coming) -> Iterator[Any]:
         order, done = coming.order, coming.done
         self._note_network()
         stock, shares = self._stock_for(coming), self._shares
@@ -328,8 +328,8 @@ class ShardLoader:
         if shares is not None:
             even = self._run.world_size if stock.even else 0
             shares.begin_epoch(stock.epoch, samples, self.batch_size, even=even, drop_last=self._drop_last)
-        self._open = interrupted = _Interrupted(coming, stock)
-        stock.begin(_digest(order, done), done)
+        self._open = interrupted = Interrupted(coming, stock)
+        stock.begin(digest(order, done), done)
         batches: LeasedBatches | StreamBatches
         if self._stream is not None:
             batches = StreamBatches(self._run, stock, self._stream, self._even_because, self._note)
@@ -345,22 +345,22 @@ class ShardLoader:
         finally:
             self.lease_waits.append(batches.leases.waits)
             interrupted.left = True
-            self._asked_as = self._stock_key(coming.expected)
+            self._passes.left(coming.expected, self._terms)
         self._open = None
 
         def close(meets: bool) -> None:
             stock.close(meets=meets)
-            self._ask_for_next(coming.expected)
+            self._passes.ask_for_next(self._run, self._number, coming.expected, self._terms)
 
-        _end_epoch(self._run, self._number, stock.epoch, close)
+        end_epoch(self._run, self._number, stock.epoch, close)
 
-    def _epoch_in_parts(self, coming: _Coming) -> Iterator[Any]:
+    def _epoch_in_parts(self, coming: Coming) -> Iterator[Any]:
         assert self._feeder is not None
         self._run.asked.check_microbatches()
         self._warn_of_parts()
         order = coming.order
         stock, layout = self._open_microbatches(coming)
-        self._open = interrupted = _Interrupted(coming, stock)
+        self._open = interrupted = Interrupted(coming, stock)
         self.lease_waits.append(0)
         try:
             yield from LeasedMicrobatches(
@@ -370,7 +370,7 @@ class ShardLoader:
         finally:
             interrupted.left = True
         self._open = None
-        _end_epoch(self._run, self._number, stock.epoch, lambda meets: stock.close())
+        end_epoch(self._run, self._number, stock.epoch, lambda meets: stock.close())
 
     def _raise_if_ranks_meet(self) -> None:
         reason = self._even_because
@@ -381,22 +381,23 @@ class ShardLoader:
                 "samples out so that it has as many for every rank, or pass drop_last=True"
             )
 
-    def _open_microbatches(self, coming: _Coming) -> tuple[MicrobatchStock, StepLayout]:
+    def _open_microbatches(self, coming: Coming) -> tuple[MicrobatchStock, StepLayout]:
         """Open the micro-batches of an epoch; return also their layout."""
         assert self._feeder is not None
         order, done = coming.order, coming.done
         size, parts, feeder = len(order), self._parts, self._feeder
         layout = StepLayout(
-            size, self.batch_size, parts, self._run.world_size, drop_last=self._drop_last, done=_spans(done),
+            size, self.batch_size, parts, self._run.world_size, drop_last=self._drop_last, done=spans(done),
             grain=grain(self.batch_size, parts),
         )  # fmt: skip
         opening = MicrobatchOpen(
-            self._number, self._passes, size, self.batch_size, parts, self._drop_last, feeder.ahead,
-            _digest(order, done), done, self._run.most_in_pass(self._number, self.batch_size),
+            self._number, self._passes.count, size, self.batch_size, parts, self._drop_last, feeder.ahead,
+            digest(order, done), done, self._run.most_in_pass(self._number, self.batch_size),
             not self._evaluates,
         )  # fmt: skip
         stock = self._run.client.open_microbatches(layout, opening)
-        self._passes, self._positions = self._passes + 1, size
+        self._passes.count += 1
+        self._positions = size
         return stock, layout
 
     def _warn_of_parts(self) -> None:
@@ -429,29 +430,12 @@ class ShardLoader:
     def _samples_left(self, positions: int, done: list[int]) -> int:
         """Return the samples of an epoch that ranks have yet to take, a last step that is left out included."""
         end = positions - (positions % self.batch_size if self._drop_last else 0)
-        return sum(stop - start for start, stop in without([(0, end)], _spans(done)))
+        return sum(stop - start for start, stop in without([(0, end)], spans(done)))
 
-    def _stock_for(self, coming: _Coming) -> LeaseStock:
-        """Return the stock of the epoch that starts: the one requested ahead, if the epoch is as expected."""
-        positions = len(coming.order)
-        stock, self._next_stock = self._next_stock, None
-        if self._asked_as is not None and self._asked_as != self._stock_key(positions):
-            if stock is not None:
-                stock.close()
-            # Also on a rank that has asked for none: it left its loop before the end, and other ranks did not.
-            stock, self._passes = None, self._passes + 1
-        if stock is None:
-            stock = self._new_stock(positions, ask=False)
-        self._passes += 1
-        self._positions = positions
-        self._asked_as = self._stock_key(coming.expected)  # Now too: the iterator may be kept, and never end.
+    def _stock_for(self, coming: Coming) -> LeaseStock:
+        stock = self._passes.stock_for(self._run, self._number, coming, self._terms)
+        self._positions = len(coming.order)
         return stock
-
-    def _stock_key(self, positions: int | None) -> tuple[Any, ...] | None:
-        """Return what a stock requested ahead has to be for; None if the length of the next epoch is unknown."""
-        if positions is None:
-            return None
-        return positions, self.batch_size, self._deals_evenly, self._shares is None
 
     @property
     def _shares(self) -> BatchSizes | None:
@@ -460,12 +444,10 @@ class ShardLoader:
             return None
         return self._run.client.batch_sizes(self._number)
 
-    def _new_stock(self, positions: int, *, ask: bool) -> LeaseStock:
+    def _terms(self) -> Terms:
+        """Return what a stock of this loader is opened with; some of it may be set between epochs."""
         feeder, shares = self._feeder, self._shares
-        return self._run.client.open_stock(
-            self._number,
-            self._passes,
-            positions,
+        return Terms(
             self.batch_size,
             self._drop_last,
             ahead=feeder.ahead if feeder is not None else 0,
@@ -473,7 +455,7 @@ class ShardLoader:
             load_s=feeder.load_s if feeder is not None else 0.0,
             sizer=self.batch_sizer if shares is None else shares,
             even=self._deals_evenly,
-            ask=ask,
+            fixed=shares is None,
         )
 
     @property
@@ -490,11 +472,6 @@ class ShardLoader:
         if self._may_meet is None and self._run.drivers:  # Looked at once, as it takes tens of milliseconds.
             self._may_meet = self._stream is not None and _may_meet(self._run)
         return bool(self._even_because or self._may_meet)
-
-    def _ask_for_next(self, positions: int | None) -> None:
-        """Request the first samples of the next epoch, so that they are here when it starts."""
-        if positions is not None:
-            self._next_stock = self._new_stock(positions, ask=True)
 
     def _note(self, samples: int, input_s: float, load_s: float) -> None:
         run, size = self._run, self._reference_batch()
@@ -573,15 +550,14 @@ class ShardLoader:
         self.epoch = _epoch_number(state["epoch"])
         self._resume = dict(state) if state["positions"] >= 0 else None
         left, self._open = self._open, None
-        if self._attached is not None and runtime.current() is self._attached:
+        same_world = self._attached is not None and runtime.current() is self._attached
+        if same_world:
             if self._parts and left is not None:
                 left.stock.close()  # Its iterator may be kept, and the ranks would wait for this one in it.
             if self._coming is not None:
-                self._skip(self._coming)
-            if self._next_stock is not None:
-                self._next_stock.close()
-        self._next_stock = self._asked_as = self._coming = None
-        self._passes += self._passes > 0  # Maybe not all ranks requested that epoch ahead; none does before the first.
+                self._skip(self._coming)  # First: its stock may be the one requested ahead.
+        self._coming = None
+        self._passes.forget(close=same_world)
 
 
 def _even_because(run: runtime.Runtime) -> str:
@@ -598,68 +574,11 @@ def _may_meet(run: runtime.Runtime) -> bool:
     return run.world_size > 1 and bool(optimizers) and meets_in_pass(trained(optimizers))
 
 
-class _Coming:
-    """The epoch of an iterator.
-
-    All that the number of its iteration depends on is of when the iterator is made, which all ranks do alike.
-
-    Args:
-        epoch: Its number.
-        order: The order of its samples.
-        resumed: The state in which it was interrupted, if it was.
-        expected: Positions of the epoch behind it, None if unknown.
-        evaluates: Whether nothing is trained in it.
-
-    Attributes:
-        iterator: The iterator.
-    """
-
-    def __init__(
-        self, epoch: int, order: EpochOrder, resumed: dict[str, Any] | None, expected: int | None, *, evaluates: bool
-    ) -> None:
-        self.epoch, self.order, self.resumed = epoch, order, resumed
-        self.expected, self.evaluates = expected, evaluates
-        self.iterator: weakref.ref[Any] | None = None
-
-    @property
-    def done(self) -> list[int]:
-        """Bounds of the spans that were consumed before the epoch was interrupted."""
-        return list(self.resumed["consumed"]) if self.resumed else []
-
-    @property
-    def alive(self) -> bool:
-        """Whether the iterator can still be begun."""
-        return self.iterator is not None and self.iterator() is not None
-
-
-class _Interrupted:
-    """What a state needs of the current epoch: number, key at the coordinator, order and length.
-
-    Attributes:
-        stock: What this rank has of it.
-        left: Whether its loop has ended.
-    """
-
-    def __init__(self, coming: _Coming, stock: LeaseStock | MicrobatchStock) -> None:
-        self.epoch, self.order, self.positions = coming.epoch, coming.order.saved, len(coming.order)
-        self.stock, self.key = stock, stock.epoch
-        self.left = False
-
-
 def _epoch_number(epoch: Any) -> int:
     number = whole_number(epoch, "epoch")
     if number < 0:
         raise ValueError(f"epoch of a shard loader is {epoch}; expected a number from 0")
     return number
-
-
-def _spans(bounds: list[int]) -> list[Span]:
-    return list(zip(bounds[::2], bounds[1::2], strict=True))
-
-
-def _digest(order: EpochOrder, done: list[int]) -> int:
-    """Return a digest that is equal if the order and the spans consumed before are equal."""
-    return order.digest + len(done) + sum(done) % (1 << 32)
 
 
 def weigh(count: float) -> None:
@@ -748,25 +667,4 @@ def _ranges(run: runtime.Runtime, stock: LeaseStock, equal: EqualRanges) -> Iter
     except BaseException:
         stock.close()
         raise
-    _end_epoch(run, stock.loader, stock.epoch, lambda meets: stock.close(meets=meets))
-
-
-def _end_epoch(run: runtime.Runtime, loader: int, epoch: int, close: Callable[[bool], None]) -> None:
-    """Wait until all ranks have ended the epoch, then meet them, unless one has left its loop.
-
-    Args:
-        run: The runtime of this process.
-        loader: Number of the loader.
-        epoch: The epoch.
-        close: Reports that this rank's loop has ended, given whether the rank meets the others.
-    """
-    meets = run.meets
-
-    def together() -> bool:  # Else a rank left its loop: it is elsewhere, and the ranks meet at their next collective.
-        # Behind the message that this rank is inactive. The last rank's report makes all ranks active again; one that
-        # became inactive after that would have the first step of the next epoch closed without it.
-        close(meets)
-        return run.client.await_epoch_end(loader, epoch)
-
-    with run.meeting("the end of an epoch", out_of_data=True, if_true=together):
-        pass
+    end_epoch(run, stock.loader, stock.epoch, lambda meets: stock.close(meets=meets))
