@@ -35,7 +35,7 @@ from star_hvd.input.source import Source, order_of, source_of, whole_number
 from star_hvd.input.stream import Stream
 from star_hvd.runtime import runtime
 from star_hvd.runtime.out_of_memory import Repeats
-from star_hvd.wrapper.unweighted import unweighted
+from star_hvd.wrapper.lockstep_core import unweighted
 
 __all__ = ["ShardLoader", "shard", "weigh", "work"]
 

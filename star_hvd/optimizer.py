@@ -26,8 +26,7 @@ from star_hvd.runtime.job_log import note_unlogged
 from star_hvd.wrapper.arguments import check_accuracy, check_numbers, check_overlap, check_predivide, names_of
 from star_hvd.wrapper.bucket_core import BY_HAND, MODE_NOT_POSSIBLE, BucketCore
 from star_hvd.wrapper.dropped import release_dropped
-from star_hvd.wrapper.lockstep_core import NativeCore
-from star_hvd.wrapper.unweighted import HorovodsOwn, note_reducing, unweighted
+from star_hvd.wrapper.lockstep_core import HorovodsOwn, NativeCore, note_reducing, unweighted
 
 __all__ = ["DistributedOptimizer"]
 

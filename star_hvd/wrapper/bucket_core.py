@@ -36,13 +36,12 @@ from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.collective_of_all import collective_of_all
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.forward_gates import ForwardGates
-from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes
+from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes, unweighted
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.overlap import Overlap, log_off, never
 from star_hvd.wrapper.program_writes import ProgramWrites
 from star_hvd.wrapper.same_parameters import equal_arithmetic, same_on_all_ranks
 from star_hvd.wrapper.sparse import SparseGradients
-from star_hvd.wrapper.unweighted import unweighted
 
 __all__ = ["BY_HAND", "MODE_NOT_POSSIBLE", "BucketCore"]
 

@@ -1,13 +1,15 @@
 """One all-reduce per parameter or group, exactly as in `horovod.torch.DistributedOptimizer`.
 
 Used with options that only work in lockstep: the user's groups, process set or compressor, and a predivide factor.
+It averages without weights: with one such optimizer, or one of Horovod's own, all ranks need batches of equal size
+(`unweighted`).
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from horovod.common.util import split_list
@@ -17,11 +19,39 @@ from horovod.torch.functions import broadcast_object
 from star_hvd.input.joined import described
 from star_hvd.runtime import runtime
 from star_hvd.wrapper.dropped import note_dropped
-from star_hvd.wrapper.unweighted import note_reducing
 
-__all__ = ["NativeCore", "mean_loss", "too_many_passes"]
+__all__ = ["HorovodsOwn", "NativeCore", "Reducing", "mean_loss", "note_reducing", "too_many_passes", "unweighted"]
 
 Group = tuple[torch.nn.Parameter, ...]
+
+
+class Reducing(Protocol):
+    """The core of an optimizer that uses Horovod's own reductions."""
+
+    @property
+    def reduces(self) -> bool:
+        """Whether backward passes reduce gradients through this optimizer."""
+        ...
+
+
+class HorovodsOwn:
+    """Placeholder for one of Horovod's own optimizers; must be kept alive as long as that optimizer."""
+
+    reduces = True
+
+
+_cores: weakref.WeakSet[Reducing] = weakref.WeakSet()
+
+
+def note_reducing(core: Reducing) -> None:
+    """Track a core while it lives."""
+    _cores.add(core)
+
+
+def unweighted() -> str:
+    """Return why batches have to be equal if an optimizer reduces without their weights, else an empty string."""
+    reducing = any(core.reduces for core in list(_cores))
+    return "an optimizer's gradients are reduced by Horovod itself, without weights" if reducing else ""
 
 
 def mean_loss(loss: Any, name: str, process_set: Any = mpi_ops.global_process_set) -> Any:
