@@ -483,7 +483,7 @@ class _Wrapper:
         """Stay in lockstep from now on."""
         if isinstance(self.core, BucketCore):
             self.core.driver.pin(reason)
-            self.core.looks_at_every_gradient = reason
+            self.core.restrictions.looks_at_every_gradient = reason
             if self.core.wire is not None:
                 self.core.wire.forbid(f"they are: {reason}")
 

@@ -16,19 +16,17 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from scheduler.plan.mode_names import parse_again
 from scheduler.records import Plan, PlanError
 from star_hvd import env
-from star_hvd.channel.state_transfer import unsendable
 from star_hvd.compression.lossy_wire import STATE_KEY, LossyWire
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier, replayable
 from star_hvd.engine.bucket_sizes import limits_of
 from star_hvd.engine.buckets import Bucket, pack
 from star_hvd.engine.collective import Collective, HorovodCollective
-from star_hvd.engine.hyperparameters import HyperRow, StateInGroups
+from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
 from star_hvd.input.microbatches import MicrobatchInHand
-from star_hvd.modes.averaged_state import unaveraged
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
 from star_hvd.telemetry.step_timeline import StepTimeline, TimedCollective
@@ -36,10 +34,11 @@ from star_hvd.wrapper.accumulation import Accumulation
 from star_hvd.wrapper.collective_of_all import collective_of_all
 from star_hvd.wrapper.dropped import note_dropped
 from star_hvd.wrapper.forward_gates import ForwardGates
-from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes, unweighted
+from star_hvd.wrapper.lockstep_core import mean_loss, too_many_passes
 from star_hvd.wrapper.ordered_collective import OrderedCollective
 from star_hvd.wrapper.overlap import Overlap, log_off, never
 from star_hvd.wrapper.program_writes import ProgramWrites
+from star_hvd.wrapper.restrictions import Restrictions
 from star_hvd.wrapper.same_parameters import equal_arithmetic, same_on_all_ranks
 from star_hvd.wrapper.sparse import SparseGradients
 
@@ -52,17 +51,6 @@ Closure = Callable[[], Any]
 MODE_NOT_POSSIBLE = "mode %s is not possible with %d ranks: %s; training in sync until their number changes"
 BY_HAND = "the program calls synchronize() itself"
 _WRITES = "the program changes parameters itself between steps, which a rank that is late could not repeat"
-_THAWED = (
-    "{} is trained, but was frozen when the optimizer was wrapped, so its gradient is not reduced, as under Horovod; "
-    "give it to the optimizer by add_param_group once it is thawed, not before, or wrap the optimizer again"
-)
-_IN_GROUPS = (
-    "a step of {} changes '{}' in param_groups: it keeps state there, which would differ between ranks that make "
-    "different numbers of steps"
-)
-_UNSENDABLE = "the state of {} cannot be sent to a rank that is late: its entry '{}' {}"
-_UNAVERAGED = "the state of {} cannot be averaged in local, and would differ between ranks: its entry '{}' {}"
-_WATCHED_STEPS = 2  # Own steps behind which the optimizer's state is looked at: the first may not have all of it.
 _cores: weakref.WeakSet[BucketCore] = weakref.WeakSet()  # All of this process; used by the training thread.
 
 _DETACHED = (
@@ -81,20 +69,6 @@ _WRAPPED_AGAIN = (
     "this optimizer was wrapped again since, and ended with that; use the object that hvd.DistributedOptimizer "
     "returned last, and keep a reference to it"
 )
-
-
-def lockstep_only(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]]) -> str | None:
-    """Return why parameters on these devices can only be trained in `sync`, None if every mode is possible."""
-    kinds = {bucket.flat.device.type for bucket in buckets} - {"cpu"}
-    if not kinds:
-        return None
-    if kinds != {"cuda"}:
-        return f"parameters are on {sorted(kinds)}; relaxed modes support CPU and CUDA only, so this trains in sync"
-    if (name := env.async_completion()) is not None:
-        return f"with {name}, Horovod orders a reduction only before the program's own stream; training in sync"
-    if any(isinstance(value, torch.Tensor) and value.is_cuda for group in groups for value in group.values()):
-        return "a hyperparameter is a CUDA tensor, which other ranks cannot get in time; training in sync"
-    return None
 
 
 class BucketCore:
@@ -122,6 +96,7 @@ class BucketCore:
 
     Attributes:
         buckets: The flat buckets, in order; extended in place when parameters are added.
+        restrictions: What keeps the optimizer in sync.
         whole_step: Whether the step that was synchronized last is of a plan in which all ranks wait for each other, and
             contains all gradients.
     """
@@ -158,7 +133,6 @@ class BucketCore:
         self._inner = inner
         self._wrapped = wrapped
         self._dropped = False
-        self.looks_at_every_gradient = ""  # What needs every gradient, and thus refuses accumulated micro-batches.
         self.passes = passes
         self.requires_update: set[torch.nn.Parameter] = set()
         self._fp16 = fp16
@@ -175,8 +149,6 @@ class BucketCore:
         self._hooks: list[Any] = []
         self._result: Result | None = None
         self._outcome, self.whole_step = "", False
-        self._in_groups = StateInGroups(base)
-        self._states_to_check = _states_to_check(base)
         self._applying = False  # Whether the user's optimizer or its step hooks run.
         self.buckets: list[Bucket] = []
         self.wire = LossyWire(self.buckets) if lossy else None  # Belongs to the optimizer, so it outlives a world.
@@ -186,9 +158,11 @@ class BucketCore:
         self._closed = False
         self._timeline: StepTimeline | None = None
         self._writes: ProgramWrites | None = None
+        averages = not exact and (plan is None or plan.mode == "local")
+        self.restrictions = Restrictions(inner, base, names, self._where.keys(), averages=averages)
         _cores.add(self)
         self._add(params if run is None else same_on_all_ranks(params, names))
-        self._loose = self._outside_buckets()
+        self.restrictions.parameters_added()
         if run is not None:
             self._attached = run, self._attach(run)
 
@@ -249,7 +223,7 @@ class BucketCore:
         if isinstance(collective, OrderedCollective):
             deadline_s, auto = self._config.step_deadline_s, self._overlaps == "auto"
             self._overlap = Overlap(driver, collective, deadline_s, auto=auto, watched=self._watched)
-        self._pin_to_what_works(driver, plan)
+        self.restrictions.at_start(driver, plan, self.buckets)
         return driver
 
     def _plan_in(self, world_size: int, *, warns: bool) -> Plan:
@@ -300,19 +274,6 @@ class BucketCore:
             raise_on_mismatch=self._config.replica_mismatch == "raise",
             wire=self.wire,
         )
-
-    def _pin_to_what_works(self, driver: StepDriver, plan: Plan | None) -> None:
-        """Refuse the modes that this optimizer or its parameters do not allow."""
-        if issubclass(self.base, torch.optim.LBFGS):
-            self.looks_at_every_gradient = "LBFGS evaluates its closure several times per step"
-            driver.pin(self.looks_at_every_gradient, equal_batches=True)
-        if unweighted():
-            driver.pin(unweighted(), equal_batches=True)
-        reason = lockstep_only(self.buckets, self.optimizer.param_groups)
-        if reason is not None:
-            if plan is None or plan.relaxed:
-                logger.warning("%s", reason)
-            driver.pin(reason)
 
     # ---- hooks ----------------------------------------------------------------------------------------------
 
@@ -477,7 +438,7 @@ class BucketCore:
             return "gradients are sparse"
         if self.driver.active_mode is not None:
             return f"in mode {self.driver.engine.plan.label} a rank makes its steps alone"
-        return self.looks_at_every_gradient
+        return self.restrictions.looks_at_every_gradient
 
     def _hold_gradients(self) -> frozenset[torch.nn.Parameter]:
         """Keep the gradients of the current batch, which is repeated in parts."""
@@ -582,7 +543,7 @@ class BucketCore:
         self.finish_step()
         self._end_synchronized()
         self._accumulation.finish()
-        self._pin_if_thawed()
+        self.restrictions.before_step(self.driver)
         part = self.in_hand
         self.driver.reporter.own_part = part.own_part if part is not None else 1.0
         for param in self.requires_update - self._given:
@@ -621,19 +582,6 @@ class BucketCore:
     def is_member(self) -> bool:
         """Whether the step that `synchronize` ended contains this rank's gradient, and its mean is in `param.grad`."""
         return self._outcome == "member"
-
-    def _outside_buckets(self) -> list[torch.nn.Parameter]:
-        params = [param for group in self._inner.param_groups for param in group["params"]]
-        return [param for param in params if param not in self._where]
-
-    def _pin_if_thawed(self) -> None:
-        """Stay in `sync` if a parameter is trained that was frozen when the optimizer was wrapped.
-
-        As under Horovod, each rank then updates it by its own gradient in `step()`; servers and helpers could not.
-        """
-        thawed = [param for param in self._loose if param.requires_grad and param.grad is not None]
-        if thawed and self.driver.engine.agreement.pinned is None:
-            self.driver.pin(_THAWED.format(self._names.get(thawed[0], "a parameter")))
 
     def _may_overlap(self, whole: str | None) -> bool:
         if self._overlap is None:
@@ -686,31 +634,11 @@ class BucketCore:
         """The user's optimizer and its hooks run inside the block: others' steps must not be applied meanwhile."""
         self._applying = True
         try:
-            with self._in_groups.watched(self._inner.param_groups):
+            with self.restrictions.watching():
                 yield
         finally:
             self._applying = False
-        if self._in_groups.found and self.driver.engine.agreement.pinned is None:
-            self.driver.pin(_IN_GROUPS.format(self.base.__name__, self._in_groups.found))
-        self._pin_if_unsendable()
-
-    def _pin_if_unsendable(self) -> None:
-        """Stay in `sync` if the optimizer's state cannot be sent: a late rank would ask for it until its deadline.
-
-        Also if `local` is possible, which would leave a part of it each rank's own.
-        """
-        state = self._inner.state
-        if not self._states_to_check or not state:  # There is none while servers make the steps.
-            return
-        self._states_to_check -= 1
-        checks = [(_UNSENDABLE, unsendable)]
-        if not self._exact and (self._plan is None or self._plan.mode == "local"):
-            checks.append((_UNAVERAGED, unaveraged))
-        entries = [entry for param in self._where for entry in state.get(param, {}).items()]
-        found = ((text, key, check(value)) for text, check in checks for key, value in entries)
-        text, key, reason = next((each for each in found if each[-1]), ("", "", ""))
-        if reason and self.driver.engine.agreement.pinned is None:
-            self.driver.pin(text.format(self.base.__name__, key, reason))
+        self.restrictions.step_made(self.driver)
 
     def _watch_program(self) -> None:
         """Watch for the program's own writes to parameters from here on, if they matter."""
@@ -806,7 +734,7 @@ class BucketCore:
         """Add the parameters of a new group, inside `adding`."""
         self._forget_writes()
         self._add([param for param in params if param.requires_grad and param not in self._where])
-        self._loose = self._outside_buckets()
+        self.restrictions.parameters_added()
         if self._attached is None:
             return
         self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))
@@ -837,7 +765,7 @@ class BucketCore:
             self._overlap = None
         self._reset()
         self._result, self._outcome = None, ""
-        self._states_to_check = _states_to_check(self.base)  # What is pinned ended with the old world.
+        self.restrictions.new_world()
         same_on_all_ranks([param for bucket in self.buckets for param in bucket.params], self._names, ordered=True)
         self._attached = run, self._attach(run)
 
@@ -875,11 +803,6 @@ def _beside_others(run: runtime.Runtime) -> Iterator[None]:
 
 def _trainable(groups: Sequence[dict[str, Any]]) -> list[torch.nn.Parameter]:
     return [param for group in groups for param in group["params"] if param.requires_grad]
-
-
-def _states_to_check(base: type[torch.optim.Optimizer]) -> int:
-    """Return behind how many steps of a world the state is looked at: none if no other rank needs it."""
-    return 0 if replayable(base) else _WATCHED_STEPS
 
 
 def _has_hooks(optimizer: torch.optim.Optimizer, kind: str) -> bool:

@@ -20,7 +20,7 @@ from star_hvd.engine.device import CUDA, DONE, GRADIENT, Streams
 from star_hvd.engine.records import Snapshot
 from star_hvd.modes import driver as driver_module
 from star_hvd.modes.driver import StepDriver
-from star_hvd.wrapper.bucket_core import lockstep_only
+from star_hvd.wrapper.restrictions import lockstep_only
 from tests.support.device_world import DeviceWorld, running
 from tests.support.fake_device import CUDA0, FakeDevice
 from tests.support.world import World
