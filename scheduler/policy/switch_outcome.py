@@ -236,7 +236,11 @@ class _Expected:
     predicted: float  # Speed relative to the replaced plan.
     over_sync: float  # Speed relative to `sync`.
     replaced_s: float  # Predicted cost of the replaced plan.
-    normalized_step: float  # The replaced plan's normalized step time then.
+    normalized_step: float  # The replaced plan's normalized step time then; NaN if `replaced_s` is not to be used.
+
+    def measured_only(self) -> _Expected:
+        """The same for a plan that comes back: what was predicted of the replaced one may be old by then."""
+        return dataclasses.replace(self, normalized_step=math.nan)
 
 
 @dataclass(slots=True)
@@ -260,6 +264,9 @@ class OutcomeCheck:
     def __init__(self) -> None:
         self._active: _ActivePlanStats | None = None
         self._expected: _Expected | None = None
+        # That of the plan which the active one, not chosen for its speed, has replaced: that plan may come back without
+        # a decision, as after a state was loaded.
+        self._left: _Expected | None = None
         self._blocks: dict[str, deque[Block]] = {}
         self._normalized_step = math.nan
         self._links: tuple[int, ...] = ()
@@ -401,10 +408,14 @@ class OutcomeCheck:
 
     def _begin(self, step: int, now_s: float, active: Plan) -> _ActivePlanStats:
         if self._active is not None and step < self._active.begin_step:
-            self._blocks.clear()  # Another run.
+            self._active = self._left = None  # Another run.
+            self._blocks.clear()
         expected, self._expected = self._expected, None
-        if expected is not None and expected.plan.label != active.label:
-            expected = None
+        left, self._left = self._left, None
+        if expected is None or expected.plan.label != active.label:
+            former = expected or (self._active.expected if self._active is not None else None)
+            expected = left.measured_only() if left is not None and left.plan.label == active.label else None
+            self._left = former if expected is None else None
         self._active = _ActivePlanStats(active.plan_id, active.label, now_s, step, expected)
         return self._active
 

@@ -232,6 +232,48 @@ def test_a_switch_that_never_came_is_forgotten() -> None:
     assert job.found == []
 
 
+@pytest.mark.parametrize("back", [PARTIAL, Plan.partial(4, 3)])
+def test_a_plan_that_comes_back_after_a_load_is_judged(back: Plan) -> None:
+    """The coordinator puts it in force again by itself. Another plan was not chosen for its speed."""
+    job = Training()
+    job.go(SYNC, 100, 0.05)
+    job.expect(PARTIAL)
+    job.go(PARTIAL, 5, 0.05)
+    job.go(SYNC.replace(plan_id=2), 10, 0.05)
+    job.go(back.replace(plan_id=3), 200, 0.065, until_harm=True)
+    assert bool(job.harmful) is (back is PARTIAL)
+
+
+def test_so_is_one_that_was_not_in_force_yet_as_the_load_began() -> None:
+    job = Training()
+    job.go(SYNC, 100, 0.05)
+    job.expect(PARTIAL)
+    job.go(SYNC.replace(plan_id=2), 10, 0.05)
+    job.go(PARTIAL.replace(plan_id=3), 200, 0.065, until_harm=True)
+    assert job.harmful
+
+
+def test_what_was_predicted_of_the_plan_before_counts_no_more_after_a_load() -> None:
+    """All ranks have become slower alike since."""
+    job = Training()
+    job.expect(PARTIAL)
+    job.go(PARTIAL, 1500, 0.1)
+    job.go(SYNC.replace(plan_id=2), 5, 0.2)
+    job.go(PARTIAL.replace(plan_id=3), 400, 0.2)
+    assert not job.harmful
+
+
+def test_another_run_knows_nothing_of_a_plan_that_was_left() -> None:
+    job = Training()
+    job.go(SYNC, 50, 0.05)
+    job.expect(PARTIAL)
+    job.go(PARTIAL, 5, 0.05)
+    job.step = 0
+    job.go(SYNC.replace(plan_id=2), 100, 0.05)
+    job.go(PARTIAL.replace(plan_id=3), 200, 0.1)
+    assert job.found == []
+
+
 def test_without_a_clock_nothing_is_measured() -> None:
     check = OutcomeCheck()
     check.set_normalized_step(1.0)
