@@ -1,11 +1,12 @@
 """How the user's program ended: finished, or with an error that must end the job as under plain Horovod.
 
 A rank that has finished waits for the others and contributes to their steps; one that failed must not. Exceptions reach
-`sys.excepthook`. A `SystemExit` does not, so the instruction at which the main module was left is examined: an
-exception out of a call is an exit in the middle, while a module that ends with `raise SystemExit(main())` has finished.
-Whether an exit in the middle is an error is known from `sys.exit`, `exit` and `quit`, which are wrapped to note the
-status, also where modules have imported them by name; of a `SystemExit` raised by hand it is assumed. A program may
-catch its exit and go on.
+`sys.excepthook`, and `threading.excepthook` those that end a thread: if it is the one that trains, the training has
+failed, though the main module may come to its end. A `SystemExit` does not reach `sys.excepthook`, so the instruction
+at which the main module was left is examined: an exception out of a call is an exit in the middle, while a module that
+ends with `raise SystemExit(main())` has finished. Whether an exit in the middle is an error is known from `sys.exit`,
+`exit` and `quit`, which are wrapped to note the status, also where modules have imported them by name; of a
+`SystemExit` raised by hand it is assumed. A program may catch its exit and go on.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import builtins
 import dis
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any
@@ -27,6 +29,8 @@ _failed = False  # Whether an exception has left the program.
 _exit_failed: bool | None = None  # Whether the last `sys.exit` had the status of an error; None if there was none.
 _module: FrameType | None = None  # Frame of the main module.
 _handled_before: int | None = None  # Id of the error within whose `except` the program trains, as if without it.
+_trainer: weakref.ref[threading.Thread] | None = None  # The thread that trains.
+_trainer_failed = False  # Whether an exception has ended that thread, and none has trained since.
 
 
 def watch() -> None:
@@ -38,6 +42,7 @@ def watch() -> None:
     if _before:  # Only once; a hook set later calls ours.
         return
     _before["hook"], sys.excepthook = sys.excepthook, _on_error
+    _before["thread_hook"], threading.excepthook = threading.excepthook, _on_thread_error
     noting: dict[int, tuple[Any, Callable[..., Any]]] = {}
     for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
         if hasattr(place, name):
@@ -48,15 +53,16 @@ def watch() -> None:
 
 
 def note_step() -> None:
-    """Note that the program trains: within an `except`, it goes on in spite of that error."""
-    global _handled_before
+    """Note that the program trains, in the calling thread: within an `except`, it goes on in spite of that error."""
+    global _handled_before, _trainer, _trainer_failed
+    _trainer, _trainer_failed = weakref.ref(threading.current_thread()), False
     error = sys.exc_info()[1]
     _handled_before = None if error is None else id(error)  # Not the error, which would keep its frames' tensors.
 
 
 def failed() -> bool:
     """Whether the program ended with an error; called at interpreter exit, or earlier by `shutdown`."""
-    if _failed:
+    if _failed or _trainer_failed:
         return True
     if _module is None:  # Not known, as star_hvd was started by another thread.
         return bool(_exit_failed)
@@ -83,8 +89,9 @@ def handling_error() -> bool:
 
 def forget() -> None:
     """Forget what was noted, in a forked child: it concerns the parent."""
-    global _failed, _exit_failed, _module, _handled_before
+    global _failed, _exit_failed, _module, _handled_before, _trainer, _trainer_failed
     _failed, _exit_failed, _module, _handled_before = False, None, None, None
+    _trainer, _trainer_failed = None, False
 
 
 _before: dict[str, Any] = {}
@@ -94,6 +101,15 @@ def _on_error(kind: type[BaseException], error: BaseException, trace: Any) -> No
     global _failed
     _failed = True
     _before["hook"](kind, error, trace)
+
+
+def _on_thread_error(args: threading.ExceptHookArgs) -> None:
+    global _trainer_failed
+    thread, error = args.thread, args.exc_value
+    left = isinstance(error, SystemExit) and error.code in (None, 0)
+    if thread is not None and _trainer is not None and _trainer() is thread and not left:
+        _trainer_failed = True
+    _before["thread_hook"](args)
 
 
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import pytest
 import star_hvd.runtime.program_end
 
 WATCHED = f"""
-import atexit, importlib.util, sys
+import atexit, importlib.util, sys, threading
 spec = importlib.util.spec_from_file_location("program_end", {star_hvd.runtime.program_end.__file__!r})
 program_end = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(program_end)
@@ -21,6 +21,14 @@ def start():
     atexit.register(lambda: print("failed" if program_end.failed() else "finished"))
 def deep(status):
     raise SystemExit(status)
+def in_thread(error, trains=True):
+    def work():
+        if trains:
+            program_end.note_step()
+        raise error
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 start()
 """
 
@@ -48,6 +56,11 @@ start()
         ("try:\n    sys.exit(3)\nexcept SystemExit:\n    raise", True),
         ("try:\n    sys.exit(3)\nfinally:\n    pass", True),
         ("if True:\n    with open('/dev/null'):\n        deep(3)", True),
+        ("in_thread(ValueError())", True),
+        ("in_thread(ValueError(), trains=False)", False),
+        ("in_thread(ValueError())\nprogram_end.note_step()", False),
+        ("in_thread(SystemExit())", False),
+        ("in_thread(SystemExit(3))", True),
     ],
 )
 @pytest.mark.parametrize("module", [False, True])
