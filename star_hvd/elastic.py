@@ -100,6 +100,10 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
     If a rank is late: a commit is collective. Ranks that wait in it are inactive, so that others do not wait for their
     gradients.
 
+    Within a loop over `shard` all ranks need equally many iterations for it, so `auto` stays in the exact modes from
+    the first commit behind two steps of such a loop. In a relaxed mode that is set by name, as `ps(x)`, ranks have
+    different numbers of iterations and may wait for each other in vain: there commit behind the loop.
+
     Inside a step of micro-batches a commit is made behind the step, when the loop asks for its next batch. A rank from
     which others take over may commit behind its only micro-batch, at the end of the step: ranks that commit inside the
     step would wait for it, and it would end the step without their gradients.
@@ -154,6 +158,8 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
         running = runtime.current()
         inactive: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if running is not None and running.drivers:
+            # Horovod broadcasts by its own function, which notes nothing.
+            running.note_collective("elastic.TorchState.commit or check_host_updates", behind_steps=True)
             inactive = running.inactive("commit", out_of_data=False)
         try:
             with inactive:

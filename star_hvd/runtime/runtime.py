@@ -137,6 +137,8 @@ def may_start() -> bool:
 
 
 _LOOPING = 2  # Steps behind which a collective belongs to a loop's iterations, not to setting something up.
+_EVALUATING = 3  # The same for a loop without steps: collectives from which on they belong to its iterations.
+_IDLE_STEPS = 64  # Steps of other optimizers without one of the first, after which that counts as idle.
 _AFTER_ERROR_S = 60.0
 """Longest wait for the other ranks within the handling of an error: on one rank alone it has to end the job, as under
 plain Horovod; an early end of the training that is an exception, too, comes on all ranks within some steps."""
@@ -183,6 +185,23 @@ def _with_environment(config: Config) -> Config:
     return dataclasses.replace(config, **changes)
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class _Loop:
+    """An open iteration over a `shard` loader.
+
+    Attributes:
+        began: `Runtime.steps_ended` as it began.
+        parts: Whether it is over micro-batches.
+        trains: Whether its batches give gradients.
+        collectives: The program's collectives within it, if nothing is trained.
+    """
+
+    began: int
+    parts: bool
+    trains: bool
+    collectives: int = 0
+
+
 class Runtime:
     """See the module's text.
 
@@ -204,8 +223,9 @@ class Runtime:
         self.behind_step: Callable[[], None] | None = None  # Called behind the step of micro-batches in progress.
         self.memory = MemoryLimits(self.config.max_batch)
         self.steps_ended = 0  # How often the gradients of a step were collected, over all optimizers.
-        # For each open iteration over a `shard` loader: `steps_ended` as it began, whether it is over micro-batches.
-        self._loops: list[tuple[int, bool]] = []
+        self._loops: list[_Loop] = []  # The innermost last.
+        self._steps_beside_first = 0  # Steps of other optimizers since the last one of the first.
+        self._warned_of_idle = self._warned_of_evaluation = False
         self._had_shares = False
         self.thread_failure: StarError | RankLostError | None = None  # Why a thread of this process ended, if one did.
         self.agent: Agent
@@ -396,37 +416,78 @@ class Runtime:
         self.services.forget(driver.number)
         _close_log(driver, ended=True)
 
-    def note_step(self) -> None:
-        """Note that the calling thread, which is the one that trains, has collected the gradients of a step."""
+    def note_step(self, number: int) -> None:
+        """Note that the calling thread, which is the one that trains, has collected the gradients of a step.
+
+        Args:
+            number: Number of the optimizer.
+        """
         self.steps_ended += 1
         self._meetings.note_training_thread()
         program_end.note_step()
+        self._look_for_idle_first(number)
+
+    def _look_for_idle_first(self, number: int) -> None:
+        """Warn, once, if the optimizer whose steps count the batches of `shard` makes none while another one does.
+
+        Args:
+            number: Number of the optimizer that makes a step.
+        """
+        first = self._first_driver
+        if first is None or first.number == number or not self._loops:
+            self._steps_beside_first = 0
+            return
+        self._steps_beside_first += 1
+        if self._steps_beside_first < _IDLE_STEPS or self._warned_of_idle or self.rank != 0:
+            return
+        self._warned_of_idle = True
+        logger.warning(
+            "batches are counted by the steps of optimizer %d, which made none while others made %d: until it makes "
+            "one, loader.state_dict() in the middle of an epoch is wrong and batch shares do not change. If it is no "
+            "longer used, call its close() on all ranks",
+            first.number,
+            _IDLE_STEPS,
+        )
 
     @contextlib.contextmanager
-    def loop(self, *, parts: bool) -> Iterator[None]:
+    def loop(self, *, parts: bool, trains: bool) -> Iterator[None]:
         """The program's loop over a `shard` loader, see `note_collective`.
 
         Args:
             parts: Whether it is over micro-batches.
+            trains: Whether its batches give gradients.
         """
-        began = (self.steps_ended, parts)
-        self._loops.append(began)
+        opened = _Loop(self.steps_ended, parts, trains)
+        self._loops.append(opened)
         try:
             yield
         finally:
-            self._loops.remove(began)
+            self._loops.remove(opened)
 
-    def note_collective(self, name: str) -> None:
+    def note_collective(self, name: str, *, behind_steps: bool = False) -> None:
         """Keep `auto` in exact modes if the program calls a collective within its loop over a `shard` loader.
 
         In relaxed modes ranks take batches as they need them, so one would wait for the others in a collective of an
-        iteration that these do not have. One that belongs to the first step of a loop may set something up.
+        iteration that these do not have. One that belongs to the first step of a loop may set something up. Where
+        nothing is trained there is no step to tell by, and numbers of batches that are equal by luck work: that is
+        warned of.
 
         Args:
             name: The collective.
+            behind_steps: Whether it is made behind a step where the loop is over micro-batches; as many steps are
+                made on every rank.
         """
-        loops = [parts for began, parts in list(self._loops) if self.steps_ended - began >= _LOOPING]
-        if not loops or not self.in_training_thread():
+        if not self.in_training_thread():
+            return
+        opened = list(self._loops)
+        if opened and not opened[-1].trains:
+            self._note_in_evaluation(opened[-1], name)
+        loops = [
+            loop.parts
+            for loop in opened
+            if loop.trains and self.steps_ended - loop.began >= _LOOPING and not (behind_steps and loop.parts)
+        ]
+        if not loops:
             return
         reason = (
             f"the program calls hvd.{name} within its loop over an hvd.shard loader, so all ranks need equally many "
@@ -435,6 +496,21 @@ class Runtime:
         for driver in list(self.drivers.values()):
             if driver.auto:
                 driver.pin(reason, equal_batches=any(loops))  # Micro-batches that others take over are iterations, too.
+
+    def _note_in_evaluation(self, loop: _Loop, name: str) -> None:
+        """Warn, once, of collectives in the iterations of a loop in which nothing is trained."""
+        loop.collectives += 1
+        if loop.collectives < _EVALUATING or self._warned_of_evaluation or self.world_size == 1:
+            return
+        if any(driver.equal_batches for driver in list(self.drivers.values())):
+            return  # Such loops have equally many batches, too.
+        self._warned_of_evaluation = True
+        logger.warning(
+            "hvd.%s is called within a loop over an hvd.shard loader in which nothing is trained: ranks have different "
+            "numbers of batches there, and one would wait for the others in vain; add up on each rank and call it "
+            "behind the loop",
+            name,
+        )
 
     @property
     def trains(self) -> bool:

@@ -539,7 +539,7 @@ class BucketCore:
         if again and self._outcome == "late" and not self.pending:
             return  # The gradient is kept, or in the step that is being reduced; given again, it would count twice.
         if not again:
-            self.run.note_step()
+            self.run.note_step(self.driver.number)
         self.finish_step()
         self._end_synchronized()
         self._accumulation.finish()

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -202,9 +202,21 @@ def native_few() -> dict[str, Any]:
 
 
 def averaging() -> dict[str, Any]:
-    """A program that averages its loss every fifth iteration, under `auto` with a slow rank."""
+    """A program that averages its loss every fifth iteration."""
+    net = make_net()
+    return _auto(net, _optimizer(net.parameters()), lambda loss: hvd.allreduce(loss, name="loss"))
+
+
+def committing() -> dict[str, Any]:
+    """A program that commits every fifth iteration, as in an elastic job."""
     net = make_net()
     optimizer = _optimizer(net.parameters())
+    state = hvd.elastic.TorchState(net, optimizer)
+    return _auto(net, optimizer, lambda loss: state.commit())
+
+
+def _auto(net: torch.nn.Module, optimizer: Any, collective: Callable[[torch.Tensor], object]) -> dict[str, Any]:
+    """Train under `auto` with a slow rank, and a collective with the loss every fifth iteration."""
     loader = hvd.shard(torch.utils.data.Subset(make_dataset(), range(995)), batch_size=5, seed=11)
     batches, modes = [], []
     for _ in range(3):
@@ -217,7 +229,7 @@ def averaging() -> dict[str, Any]:
             optimizer.step()
             count += 1
             if count % 5 == 0:
-                hvd.allreduce(loss.detach(), name="loss")
+                collective(loss.detach())
         batches.append(hvd.allgather_object(count, name="count"))
         modes.append(optimizer.mode)
     return {"batches": batches, "once": [], "modes": modes}

@@ -48,13 +48,17 @@ def test_ranks_in_join_add_zeros_to_an_optimizer_that_reduces_as_horovod_does() 
     assert len(weights[0]) == 2 and all(each == weights[0] for each in weights)
 
 
-def test_auto_stays_exact_where_the_loop_holds_a_collective() -> None:
+@pytest.mark.parametrize(
+    ("scenario", "name"),
+    [("averaging", "allreduce"), ("committing", "elastic.TorchState.commit or check_host_updates")],
+)
+def test_auto_stays_exact_where_the_loop_holds_a_collective(scenario: str, name: str) -> None:
     """In relaxed modes ranks have different numbers of iterations, and one waits for one in a collective."""
-    job = _job("averaging").check()
+    job = _job(scenario).check()
     results = job.results
     _check([{**rank, "batches": rank["batches"][1:]} for rank in results])  # The first one may have begun relaxed.
     assert all(mode.split("(")[0] == "sync" for rank in results for mode in rank["modes"][1:])
-    assert "the program calls hvd.allreduce within its loop" in job.output
+    assert f"the program calls hvd.{name} within its loop" in job.output
 
 
 def test_a_rank_without_batches_is_an_error_of_an_optimizer_whose_state_cannot_be_sent() -> None:

@@ -5,6 +5,7 @@ Also what the state continues from when hosts were added or removed.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,13 @@ class Running:
         self.drivers: dict[int, Any] = {}
         self.inside_step = False
         self.behind_step: Any = None
+        self.noted: list[tuple[str, bool]] = []
+
+    def note_collective(self, name: str, *, behind_steps: bool = False) -> None:
+        self.noted.append((name, behind_steps))
+
+    def inactive(self, reason: str, *, out_of_data: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 @pytest.fixture
@@ -57,6 +65,19 @@ def _state() -> elastic.TorchState:
 def test_outside_a_step_a_commit_is_made_at_once(running: Running, done: list[str]) -> None:
     _state().commit()
     assert done == ["save", "check"] and running.behind_step is None
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_commit_counts_as_a_collective_of_the_programs_loop(
+    running: Running, done: list[str], trains: bool
+) -> None:
+    """Under `auto` ranks with different numbers of iterations would wait for each other in one of them."""
+    running.drivers = {0: None} if trains else {}
+    state = _state()
+    state.commit()
+    state.check_host_updates()
+    assert done == ["save", "check", "check"]
+    assert running.noted == [("elastic.TorchState.commit or check_host_updates", True)] * (2 * trains)
 
 
 def test_inside_a_step_it_is_made_behind_it_and_once(running: Running, done: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""How a rank's runtime ends."""
+"""How a rank's runtime ends, and what it notes of the program's loops."""
 
 from __future__ import annotations
 
@@ -218,6 +218,100 @@ def test_one_rank_speaks_for_all(rank: Callable[[int], None], caplog: pytest.Log
     runtime.ensure()
     runtime.ensure(Config(max_batch=64))
     assert caplog.records == []
+
+
+# ---- the program's loops ---------------------------------------------------------------------------------------------
+
+
+class Optimizer:
+    """An optimizer under `auto`, as far as the program's loops concern it."""
+
+    auto, dropped, equal_batches = True, False, ""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.pinned: list[bool] = []
+
+    def pin(self, reason: str, *, equal_batches: bool = False) -> None:
+        self.pinned.append(equal_batches)
+
+
+def _training(optimizers: int = 1) -> tuple[Runtime, list[Optimizer]]:
+    run, made = runtime.ensure(), [Optimizer(number) for number in range(optimizers)]
+    run.drivers.update(enumerate(cast(Any, made)))
+    return run, made
+
+
+def _warned(caplog: pytest.LogCaptureFixture, of: str) -> int:
+    return sum(of in record.message for record in caplog.records)
+
+
+def test_collectives_in_the_iterations_of_an_evaluation_are_warned_of_once(
+    rank: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, (optimizer,) = _training()
+    warned = []
+    for calls in (2, 2, 3, 5):
+        with run.loop(parts=False, trains=False):
+            for _ in range(calls):
+                run.note_step(0)  # A loop that was left open, while another one trains.
+                run.note_collective("allreduce")
+        warned.append(_warned(caplog, "hvd.allreduce is called within a loop over an hvd.shard loader in which"))
+    assert warned == [0, 0, 1, 1] and optimizer.pinned == []
+
+
+def test_evaluations_with_equally_many_batches_on_all_ranks_may_hold_collectives(
+    rank: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, (optimizer,) = _training()
+    optimizer.equal_batches = "SyncBatchNorm"
+    with run.loop(parts=False, trains=False):
+        for _ in range(5):
+            run.note_collective("allreduce")
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_collective_of_an_evaluation_within_the_training_loop_is_one_of_that_loop(
+    parts: bool, rank: Callable[[int], None]
+) -> None:
+    run, (optimizer,) = _training()
+    with run.loop(parts=parts, trains=True):
+        for _ in range(2):
+            assert optimizer.pinned == []
+            run.note_step(0)
+            with run.loop(parts=False, trains=False):
+                run.note_collective("allreduce")
+    assert optimizer.pinned == [parts]
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_commits_behind_steps_of_micro_batches_leave_their_numbers_free(
+    parts: bool, rank: Callable[[int], None]
+) -> None:
+    """All ranks make equally many steps; `sync(steal)` would end."""
+    run, (optimizer,) = _training()
+    with run.loop(parts=parts, trains=True):
+        for _ in range(3):
+            run.note_step(0)
+        run.note_collective("elastic.TorchState.commit", behind_steps=True)
+    assert optimizer.pinned == ([] if parts else [False])
+
+
+def test_an_idle_first_optimizer_is_warned_of_once(
+    rank: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, _ = _training(optimizers=2)
+    for _ in range(100):
+        run.note_step(1)  # Without a loader nothing counts by the first one.
+    with run.loop(parts=False, trains=True):
+        for _ in range(40):
+            for number in (0, 1, 1, 1, 1, 1):
+                run.note_step(number)
+        assert caplog.records == []
+        for _ in range(200):
+            run.note_step(1)
+    assert _warned(caplog, "batches are counted by the steps of optimizer 0, which made none") == 1
 
 
 # ---- the end of an optimizer -----------------------------------------------------------------------------------------

@@ -234,7 +234,7 @@ class Stepping:
         driver.arrive = lambda *, manual: True
         driver.complete = lambda: Result(self.engine.step, [b.flat for b in self.core.buckets], None)
         driver.end_of_step = lambda *, was_late: self.caught_up.append(self.ending)
-        monkeypatch.setattr(self.core.run, "note_step", lambda: None, raising=False)
+        monkeypatch.setattr(self.core.run, "note_step", lambda number: None, raising=False)
         monkeypatch.setattr(bucket_core.runtime, "current", lambda: self.core.run)
 
     def backward(self) -> None:
@@ -495,7 +495,7 @@ def test_a_gradient_that_is_synchronized_before_the_step_is_given_to_servers_onc
         rank.driver, "step_in_mode", lambda *, skip: pushed.extend(b.flat[:-1].clone() for b in rank.core.buckets)
     )
     counted: list[None] = []
-    monkeypatch.setattr(rank.core.run, "note_step", lambda: counted.append(None))
+    monkeypatch.setattr(rank.core.run, "note_step", lambda number: counted.append(None))
     for number in (1, 2):
         rank.backward()
         rank.core.synchronize(manual=True)
