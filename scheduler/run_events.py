@@ -53,13 +53,13 @@ def _reject(name: str) -> Any:
 def read_run_file(path: Path) -> Iterator[dict[str, Any]]:
     """Events of a file; invalid lines, such as the last one of a killed run, are skipped."""
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                event = read_line(line.rstrip("\n"))
+                if event is not None:
+                    yield event
     except OSError:
         return
-    for line in text.split("\n"):
-        event = read_line(line) if line else None
-        if event is not None:
-            yield event
 
 
 def sound(value: Any, depth: int = 0) -> bool:
@@ -145,7 +145,7 @@ def _window(event: Mapping[str, Any]) -> bool:
         return False
     timed = event.get("time_s") is not None and event.get("step") is not None
     parts = ("edge_part", "reduced_part", "pushed_part", "fixed_part")
-    return timed and _numbers_at(event, "loss", "noise_scale", "comm_s", *parts)
+    return timed and _numbers_at(event, "loss", "noise_scale", "comm_s", "comm_bytes", *parts)
 
 
 def _outcome(event: Mapping[str, Any]) -> bool:
@@ -163,7 +163,7 @@ def _end(event: Mapping[str, Any]) -> bool:
 
 def _step(event: Mapping[str, Any]) -> bool:
     # Unknown times are null; old logs do not have a rank in every line.
-    times = ("compute_s", "wait_s", "input_s", "cpu_s", "runqueue_s")
+    times = ("compute_s", "wait_s", "input_s", "cpu_s", "runqueue_s", "load_s")
     known = all(_is_number(event.get(name)) and not _is_absurd(event.get(name)) for name in times)
     return known and (event.get("rank") is None or _is_rank(event["rank"]))
 

@@ -154,7 +154,7 @@ def read_run(folder: Path) -> LoggedTimes:
     plans: list[tuple[int, Plan]] = []
     noise: list[float] = []
     rates: list[float] = []
-    parts = (1.0, 1.0)
+    parts, size_bytes = (1.0, 1.0), 0.0
     for event in events:
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
@@ -166,14 +166,16 @@ def read_run(folder: Path) -> LoggedTimes:
             noise += _positive([event.get("noise_scale")])
             known = _positive((event.get("ranks") or {}).get("link_bytes_per_s") or [])
             rates = known if len(known) == n else rates
+            size_bytes = next(iter(_positive([event.get("comm_bytes")])), size_bytes)
             sent = _positive([event.get("reduced_part"), event.get("pushed_part")])
             parts = (min(1.0, sent[0]), min(1.0, sent[1])) if len(sent) == len(parts) else parts
     optimizer = facts.get("optimizer")
-    size = _positive([optimizer.get("parameter_bytes")]) if isinstance(optimizer, dict) else []
+    # Frozen parameters have no gradients, so the size in old logs is too large.
+    sizes = [size_bytes, optimizer.get("parameter_bytes") if isinstance(optimizer, dict) else None]
     return LoggedTimes(
         compute_s=reports.compute_s,
         wait_s=reports.wait_s,
-        comm_bytes=size[0] if size else 0.0,
+        comm_bytes=next(iter(_positive(sizes)), 0.0),
         parts=parts,
         fixed_part=usual.fixed_part,
         link_bytes_per_s=tuple(rates),

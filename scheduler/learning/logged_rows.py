@@ -10,16 +10,19 @@ A run that did not reach the target counts as a miss only if it finished, after 
 crash says nothing about a mode. The label of its relative time is the time that it was given, a lower bound, because
 the probability of reaching the target has a label of its own, as in simulated rows.
 
-Input: files of the run log (`training_logs/README.md`).
+Input: files of the run log (`training_logs/README.md`). One run is read at a time, line by line, and of its reports
+only those are kept that its moments need (`scheduler.learning.logged_reports`); of runs in other modes than `sync`,
+none.
 """
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import itertools
 import json
 import math
 import re
-import shutil
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +35,7 @@ import numpy as np
 from scheduler.cost.conditions import Array, Conditions
 from scheduler.diagnosis.window_stats import MIN_REPORTS, queueing
 from scheduler.learning.features import speed
+from scheduler.learning.logged_reports import FIRST_STEP, HISTORY, Report, extent, moments_until, newest, reports
 from scheduler.learning.simulated_rows import in_order, moment_rows
 from scheduler.mlflow_limits import limit_requests
 from scheduler.plan.plan import Plan, PlanError
@@ -47,10 +51,6 @@ __all__ = ["LoggedRun", "mlflow_rows", "read_run", "real_rows", "windows"]
 _MODE_ARGUMENT = re.compile(r"(?<!\S)(?:--?(?:\w+[-_])*mode(?:=|\s+(?!-))|(?:\w+[-_])*mode=)(?:\w+\([^)]*\)|\S+)")
 """`--mode partial(3)`, `--star-mode=sync`, `mode=ssp(3)`."""
 
-_HISTORY, _MOMENTS = 64, 6
-_FIRST_STEP = 8
-"""Least number of reports of a rank at a moment."""
-
 _START_SHARE = 0.05
 """Greatest part of a run's time that the `sync` before the user's mode may take. Servers need about 2 s to start."""
 
@@ -59,6 +59,9 @@ _ACTIVE_STEP = 12
 
 _LEAST_RATE, _MOST_RATE = 1.0, 1e15  # Bytes per second; a link that is not between them was not measured.
 _MOST_COMM_S = 1e6  # As long as no communication of a step takes.
+_MOST_COUNT = 1 << 53  # Limit of sizes, which floats represent exactly.
+_MOST_SAMPLES = 1 << 30  # Limit of a batch.
+_NO_MISS = "it ended without its target, but not as FINISHED: that is no miss"
 _CLIP = 3.5  # As in `simulated_rows`.
 
 
@@ -68,13 +71,6 @@ class _Begun(NamedTuple):
     plan: Plan
     step: int
     time_s: float
-
-
-class _Report(NamedTuple):
-    step: int
-    compute_s: float
-    late: bool
-    runqueue_s: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,9 +83,12 @@ class LoggedRun:
         plans: Active plans in order, without repetition and without a short `sync` that precedes the user's mode.
         target_s: When the target was reached, seconds since the first plan; infinite if it was not.
         given_s: When it finished, seconds since the first plan; NaN if it failed, was killed, or runs.
-        reports: Per rank its reports, in order of step, without the first.
-        noise: (step, noise scale) of its windows.
-        readings: (step, `window` event), in order.
+        moments: Steps of its windows, ascending; only of a run in `sync` that reached its target, as the others have
+            no rows of their own.
+        reports: Per rank the reports that these windows need, in order of step, without its first.
+        noise: Noise scale at each of these steps, where it is known.
+        readings: The newest `window` event at each of them, if there is one.
+        first: The first `window` event.
     """
 
     name: str
@@ -97,9 +96,11 @@ class LoggedRun:
     plans: list[Plan]
     target_s: float
     given_s: float
-    reports: dict[int, list[_Report]]
-    noise: list[tuple[int, float]] = field(default_factory=list)
-    readings: list[tuple[int, Mapping[str, Any]]] = field(default_factory=list)
+    moments: list[int] = field(default_factory=list)
+    reports: dict[int, list[Report]] = field(default_factory=dict)
+    noise: dict[int, float] = field(default_factory=dict)
+    readings: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    first: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def key(self) -> str:
@@ -139,13 +140,13 @@ class _UnusableRun(ValueError):
 def read_run(folder: Path) -> LoggedRun | None:
     """Read a run's folder; None if it has no plan, no target, or no reports of some rank."""
     try:
-        return _read(folder)
+        return _with_reports(_read_events(folder), folder)
     except _UnusableRun:
         return None
 
 
-def _read(folder: Path) -> LoggedRun:
-    """As `read_run`.
+def _read_events(folder: Path) -> LoggedRun:
+    """Read a run's events except its windows; no file of a rank, which are a thousand times as long.
 
     Raises:
         _UnusableRun: The run cannot be used.
@@ -153,8 +154,6 @@ def _read(folder: Path) -> LoggedRun:
     facts: dict[str, Any] = {}
     plans: list[_Begun] = []
     points: list[tuple[str, float, float]] = []
-    noise: list[tuple[int, float]] = []
-    readings: list[tuple[int, Mapping[str, Any]]] = []
     end_s, first_batch = math.nan, None
     for event in read_run_file(folder / "events.jsonl"):
         kind = event.get("kind")
@@ -168,19 +167,11 @@ def _read(folder: Path) -> LoggedRun:
             plans += [begun] if not plans or plans[-1].plan != begun.plan else []
         elif kind == "metric" and isinstance(event.get("value"), (int, float)):
             points.append((str(event.get("name")), float(event["value"]), float(event.get("time_s") or 0.0)))
-        elif kind == "window":
-            if not event.get("ranks") and readings:  # With many ranks, few windows have the readings of each.
-                event = {**event, "ranks": readings[-1][1].get("ranks")}
-            readings.append((int(event.get("step") or 0), event))
-            if isinstance(event.get("noise_scale"), (int, float)):
-                noise.append((readings[-1][0], float(event["noise_scale"])))
         elif kind == "end" and event.get("status") == "FINISHED":
             end_s = float(event.get("time_s") or 0.0)
     if first_batch:
         facts["batch"] = first_batch
-    if facts.get("continues"):
-        raise _UnusableRun("it continues an earlier training")
-    target = _target(facts)
+    target = _check_facts(facts)
     if not plans:
         raise _UnusableRun("it has no plan")
     reached = [time_s for name, value, time_s in points if name == target.name and target.reached(value)]
@@ -190,11 +181,7 @@ def _read(folder: Path) -> LoggedRun:
         raise _UnusableRun("it reached its target before its first plan, so no time says anything")
     given_s = end_s - begin_s
     modes = _without_start(plans, facts.get("mode"), target_s if reached else given_s)
-    reports = _all_reports(folder, modes[0].world_size)
-    return LoggedRun(
-        name=folder.name, facts=facts, plans=modes, target_s=target_s, given_s=given_s, reports=reports,
-        noise=noise, readings=readings,
-    )  # fmt: skip
+    return LoggedRun(name=folder.name, facts=facts, plans=modes, target_s=target_s, given_s=given_s)
 
 
 def _without_start(plans: Sequence[_Begun], asked: object, took_s: float) -> list[Plan]:
@@ -227,7 +214,10 @@ def _plan(event: Mapping[str, Any]) -> Plan:
         raise _UnusableRun(f"it has an invalid plan: {error}") from None
 
 
-def _target(facts: Mapping[str, Any]) -> Target:
+def _check_facts(facts: Mapping[str, Any]) -> Target:
+    """The target of a run that its facts, or MLflow's parameters, do not exclude."""
+    if facts.get("continues"):
+        raise _UnusableRun("it continues an earlier training")
     if not facts.get("target"):
         raise _UnusableRun("it has no target; set STAR_TARGET")
     target = Target.parse(facts["target"])
@@ -236,55 +226,90 @@ def _target(facts: Mapping[str, Any]) -> Target:
     return target
 
 
-def _all_reports(folder: Path, world_size: int) -> dict[int, list[_Report]]:
-    reports = {}
-    for rank in range(world_size):
-        reports[rank] = _reports(folder / f"rank{rank}.jsonl")
-        if len(reports[rank]) < _FIRST_STEP:
-            raise _UnusableRun(f"rank {rank} has {len(reports[rank])} step reports; expected {_FIRST_STEP} or more")
-    return reports
+def _with_reports(run: LoggedRun, folder: Path) -> LoggedRun:
+    """The run with the reports and readings of its moments.
+
+    Raises:
+        _UnusableRun: A rank has too few reports.
+    """
+    has_rows = run.plans[0].label == "sync" and math.isfinite(run.target_s)
+    paths = [folder / f"rank{rank}.jsonl" for rank in range(run.plans[0].world_size)]
+    last_steps = []
+    for rank, path in enumerate(paths):
+        count, last = extent(itertools.islice(reports(path), None if has_rows else FIRST_STEP))
+        if count < FIRST_STEP:
+            raise _UnusableRun(f"rank {rank} has {count} step reports; expected {FIRST_STEP} or more")
+        last_steps.append(last)
+    if not has_rows:
+        return run
+    moments = moments_until(min(last_steps))
+    noise, readings, first = _at_moments(folder, moments)
+    kept = {rank: newest(reports(path), moments) for rank, path in enumerate(paths)}
+    return dataclasses.replace(run, moments=moments, reports=kept, noise=noise, readings=readings, first=first)
 
 
-def _reports(path: Path) -> list[_Report]:
-    """The reports of a rank, without its first, which the coordinator ignores: a first step allocates and compiles."""
-    found, steps = [], (item for item in read_run_file(path) if item.get("kind") == "step")
-    for item in itertools.islice(steps, 1, None):
-        step, time_s, queued_s = item.get("step"), item.get("compute_s"), item.get("runqueue_s")
-        if isinstance(step, int) and isinstance(time_s, float) and time_s > 0.0:
-            queued_s = max(0.0, float(queued_s or 0.0))  # Not in old logs.
-            found.append(_Report(step, time_s, bool(item.get("late")), queued_s))
-    return sorted(found)
+def _at_moments(
+    folder: Path, moments: Sequence[int]
+) -> tuple[dict[int, float], dict[int, Mapping[str, Any]], Mapping[str, Any]]:
+    """The newest noise scale and the newest window at each moment, and the first window."""
+    noise: dict[int, float] = {}
+    readings: dict[int, Mapping[str, Any]] = {}
+    first: Mapping[str, Any] = {}
+    ranks: object = None
+    for event in read_run_file(folder / "events.jsonl"):
+        if event.get("kind") != "window":
+            continue
+        ranks = event.get("ranks") or ranks  # With many ranks, few windows have the readings of each.
+        event["ranks"] = ranks
+        first = first or event
+        for moment in moments[bisect.bisect_left(moments, int(event.get("step") or 0)) :]:
+            readings[moment] = event
+            if isinstance(event.get("noise_scale"), (int, float)):
+                noise[moment] = float(event["noise_scale"])
+    return noise, readings, first
 
 
 def windows(run: LoggedRun) -> list[Window]:
-    """Windows of the coordinator at some moments of the run, evenly spaced over its steps."""
-    last = min(own[-1].step for own in run.reports.values())
-    steps = [round(_FIRST_STEP + (last - _FIRST_STEP) * (i + 1) / _MOMENTS) for i in range(_MOMENTS)]
+    """Windows of the coordinator at the moments of a run."""
+    return [_window(run, step, run.readings.get(step, {})) for step in run.moments]
+
+
+def _window(run: LoggedRun, step: int, event: Mapping[str, Any]) -> Window:
+    """The window at a step, of which the log has this newest `window` event."""
     sizes = run.facts.get("optimizer") or {}
-    found = []
-    for step in dict.fromkeys(max(_FIRST_STEP, one) for one in steps):
-        noise = [value for at, value in run.noise if at <= step]
-        event: Mapping[str, Any] = next((event for at, event in reversed(run.readings) if at <= step), {})
-        found.append(
-            Window(
-                step=step, ranks=tuple(_rank_stats(run, step, event)), noise_scale=noise[-1] if noise else math.nan,
-                comm_bytes=int(sizes.get("parameter_bytes") or 0), edge_part=_part(event, "edge_part", EDGE),
-                reduced_part=_part(event, "reduced_part"), pushed_part=_part(event, "pushed_part"),
-            )
-        )
-    return found
+    # Frozen parameters have no gradients, so those of old logs are too large.
+    size = _of_job(run, event, "comm_bytes", _MOST_COUNT) or int(sizes.get("parameter_bytes") or 0)
+    batch, fixed_part = _of_job(run, event, "batch", _MOST_SAMPLES), event.get("fixed_part")
+    return Window(
+        step=step, ranks=tuple(_rank_stats(run, step, event)), noise_scale=run.noise.get(step, math.nan),
+        comm_bytes=size, edge_part=_part(event, "edge_part", EDGE),
+        reduced_part=_part(event, "reduced_part"), pushed_part=_part(event, "pushed_part"),
+        batch=(_count(run.facts, "batch", _MOST_SAMPLES) or 0) if batch is None else batch,
+        fixed_part=float(fixed_part) if isinstance(fixed_part, (int, float)) and 0.0 <= fixed_part < 1.0 else math.nan,
+        microbatches=_of_job(run, event, "microbatches", _MOST_SAMPLES) or 0,
+    )  # fmt: skip
+
+
+def _of_job(run: LoggedRun, event: Mapping[str, Any], name: str, most: int) -> int | None:
+    """A number of the whole job at a moment; of one before the first window that of the first; None in old logs."""
+    return _count(event or run.first, name, most)
+
+
+def _count(values: Mapping[str, Any], name: str, most: int) -> int | None:
+    value = values.get(name)
+    return int(value) if isinstance(value, (int, float)) and 0 <= value <= most else None
 
 
 def _rank_stats(run: LoggedRun, step: int, event: Mapping[str, Any]) -> Iterator[RankStats]:
     """The ranks at a step: their reports so far, and the readings of the newest window."""
-    kept = {rank: [one for one in own if one.step <= step][-_HISTORY:] for rank, own in sorted(run.reports.items())}
+    kept = {rank: [one for one in own if one.step <= step][-HISTORY:] for rank, own in sorted(run.reports.items())}
     queued_s, computed_s = (
         np.array([sum(getattr(one, name) for one in own) for own in kept.values()])
         for name in ("runqueue_s", "compute_s")
     )
     _, waits_out = queueing(queued_s, computed_s, np.array([len(own) for own in kept.values()]))
     for waits, (rank, own) in zip(waits_out.tolist(), kept.items(), strict=True):
-        times_s = [one.compute_s - waits * one.runqueue_s for one in own]
+        times_s = [one.own_s(waits) for one in own]
         rate = _reading(event, "link_bytes_per_s", rank)
         yield RankStats(
             rank=rank, compute_s=tuple(times_s), steps=tuple(one.step for one in own),
@@ -317,19 +342,54 @@ def _part(event: Mapping[str, Any], name: str, unknown: float = 1.0) -> float:
     return float(value) if isinstance(value, (int, float)) and 0.0 < value <= 1.0 else unknown
 
 
-def real_rows(
-    root: Path,
-    project: str,
-    *,
-    missing: Mapping[str, str] | None = None,
-    report: Callable[[str], None] | None = None,
-) -> list[list[Any]]:
+class _Jobs:
+    """Runs by the job that they are of, and those that cannot be used, with the reason."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, list[LoggedRun]] = {}
+        self._skipped: dict[str, str] = {}
+
+    def take(self, folder: Path) -> None:
+        """Read a run's folder, which is not needed afterwards."""
+        try:
+            run = _read_events(folder)
+            _check_mode(run)
+            run = _with_reports(run, folder)
+        except _UnusableRun as why:
+            self.skip(folder.name, str(why))
+        else:
+            self._runs.setdefault(run.key, []).append(run)
+
+    def skip(self, name: str, reason: str) -> None:
+        """Note a run that is not used."""
+        self._skipped[name] = reason
+
+    def rows(self, project: str, report: Callable[[str], None] | None) -> list[list[Any]]:
+        """Rows of all jobs; `report` as in `real_rows`."""
+        skipped, found = dict(self._skipped), []
+        count = len(skipped) + sum(map(len, self._runs.values()))
+        # By name, so that equal runs give equal rows, in whatever order MLflow lists them.
+        jobs = [sorted(runs, key=lambda run: run.name) for runs in self._runs.values()]
+        for runs in sorted(jobs, key=lambda runs: runs[0].name):
+            skipped |= (apart := _no_outcome(runs))
+            kept = [run for run in runs if run.name not in apart]
+            own = _job_rows(kept, project)
+            found += own
+            if not own:
+                skipped |= {run.name: _why_alone(kept) for run in kept}
+        if report is not None:
+            report(f"{count - len(skipped)} of {count} runs used")
+            for name, reason in sorted(skipped.items()):
+                report(f"{name}: {reason}")
+        return found
+
+
+def real_rows(root: Path, project: str, *, report: Callable[[str], None] | None = None) -> list[list[Any]]:
     """Rows of all runs under a folder, in the order of `dataset.columns()`.
 
     Args:
         root: `training_logs/runs`, or another folder of run folders.
         project: Version of the project, for the rows.
-        missing: Runs that exist, but not in the folder, with the reason; they are reported as skipped.
         report: Called with a sentence on how many runs were used, then with one on every skipped run.
 
     Raises:
@@ -337,38 +397,23 @@ def real_rows(
     """
     if not root.is_dir():
         raise ValueError(f"--runs is {root}; expected a folder of logged runs")
-    folders = sorted(path.parent for path in root.glob("*/events.jsonl"))
-    jobs: dict[str, list[LoggedRun]] = {}
-    skipped = dict(missing or {})
-    count = len(folders) + len(skipped)
-    for folder in folders:
-        try:
-            run = _read(folder)
-            _check_mode(run)
-            jobs.setdefault(run.key, []).append(run)
-        except _UnusableRun as why:
-            skipped[folder.name] = str(why)
-    found: list[list[Any]] = []
-    for runs in jobs.values():
-        skipped |= (apart := _no_outcome(runs))
-        kept = [run for run in runs if run.name not in apart]
-        own = _job_rows(kept, project)
-        found += own
-        if not own:
-            skipped |= {run.name: _why_alone(kept) for run in kept}
-    if report is not None:
-        report(f"{count - len(skipped)} of {count} runs used")
-        for name, reason in sorted(skipped.items()):
-            report(f"{name}: {reason}")
-    return found
+    jobs = _Jobs()
+    for folder in sorted(path.parent for path in root.glob("*/events.jsonl")):
+        jobs.take(folder)
+    return jobs.rows(project, report)
 
 
 def _check_mode(run: LoggedRun) -> None:
-    if run.facts.get("mode") == "auto":
-        raise _UnusableRun("it ran in auto; expected one fixed mode")
+    _check_asked(run.facts)
     if len(run.plans) > 1:  # Mode auto, which older logs do not record, or a mode that became active late.
         labels = ", ".join(dict.fromkeys(plan.label for plan in run.plans))
         raise _UnusableRun(f"it changed its mode ({labels[:80]}); expected one fixed mode")
+
+
+def _check_asked(facts: Mapping[str, Any]) -> None:
+    """Refuse a run whose user asked for `auto`."""
+    if facts.get("mode") == "auto":
+        raise _UnusableRun("it ran in auto; expected one fixed mode")
 
 
 def _no_outcome(runs: Sequence[LoggedRun]) -> dict[str, str]:
@@ -381,7 +426,7 @@ def _no_outcome(runs: Sequence[LoggedRun]) -> dict[str, str]:
         if math.isfinite(run.target_s):
             continue
         if math.isnan(run.given_s):
-            found[run.name] = "it ended without its target, but not as FINISHED: that is no miss"
+            found[run.name] = _NO_MISS
         elif run.given_s < sync_s:
             took = f"{run.given_s:.4g} s, less than the {sync_s:.4g} s that sync needed"
             found[run.name] = f"it ended without its target after {took}: that is no miss"
@@ -429,48 +474,69 @@ def mlflow_rows(
     except ImportError:
         raise ValueError("MLflow is missing; install the extra `train`, or give a folder with --runs") from None
     uri, name = tracking_uri(environ), environ.get("MLFLOW_EXPERIMENT_NAME") or "star-hvd"
-    with tempfile.TemporaryDirectory(prefix="star-runs-") as scratch:
-        try:
-            client = mlflow.MlflowClient(tracking_uri=uri)
-            experiment = client.get_experiment_by_name(name)
-            if experiment is None:
-                shown = redacted(uri, environ)
-                raise ValueError(f"MLflow at {shown} has no experiment {name}; expected the one the run log sends to")
-            if experiment.lifecycle_stage == "deleted":  # With its runs: a search would find none.
-                raise ValueError(
-                    f"MLflow's experiment {name} was deleted; restore it with `mlflow experiments restore "
-                    f"--experiment-id {experiment.experiment_id}`, or set MLFLOW_EXPERIMENT_NAME to another one"
-                )
-            mlflow.set_tracking_uri(uri)
-            missing = _download(client, experiment.experiment_id, Path(scratch))
-        except mlflow.exceptions.MlflowException as error:
-            raise ValueError(redacted(f"MLflow at {uri} says: {error}", environ)) from None
-        missing = {run: redacted(reason, environ) for run, reason in missing.items()}
-        return real_rows(Path(scratch), project, missing=missing, report=report)
+    jobs = _Jobs()
+    try:
+        client = mlflow.MlflowClient(tracking_uri=uri)
+        experiment = client.get_experiment_by_name(name)
+        if experiment is None:
+            shown = redacted(uri, environ)
+            raise ValueError(f"MLflow at {shown} has no experiment {name}; expected the one the run log sends to")
+        if experiment.lifecycle_stage == "deleted":  # With its runs: a search would find none.
+            raise ValueError(
+                f"MLflow's experiment {name} was deleted; restore it with `mlflow experiments restore "
+                f"--experiment-id {experiment.experiment_id}`, or set MLFLOW_EXPERIMENT_NAME to another one"
+            )
+        mlflow.set_tracking_uri(uri)
+        _take_runs(client, experiment.experiment_id, jobs, environ)
+    except mlflow.exceptions.MlflowException as error:
+        raise ValueError(redacted(f"MLflow at {uri} says: {error}", environ)) from None
+    return jobs.rows(project, report)
 
 
-def _download(client: Any, experiment_id: str, target: Path) -> dict[str, str]:
-    """Download the files of every job of an experiment, each to its own folder.
-
-    Returns:
-        The jobs without files, with the reason.
-    """
-    token, missing = None, {}
+def _take_runs(client: Any, experiment_id: str, jobs: _Jobs, environ: Mapping[str, str]) -> None:
+    """Read every job of an experiment: one at a time is on the disk, and only those that can be used."""
+    token = None
     while True:
         page = client.search_runs([experiment_id], "tags.`star.kind` = 'job'", max_results=200, page_token=token)
         for run in page:
-            name = run.info.run_id
-            try:
-                if not _download_run(client, name, target / name):
-                    missing[name] = "MLflow has no files of it; call `star-hvd sync-logs` on its hosts"
-            except Exception as error:
-                # MLflow passes on any error of its stores. The other runs may be there.
-                shutil.rmtree(target / name, ignore_errors=True)
-                text = " ".join(str(error).split())[:300]
-                missing[name] = f"its files cannot be downloaded: {type(error).__name__}: {text}"
+            reason = _why_not(run) or _take_run(client, run.info.run_id, jobs)
+            if reason:
+                jobs.skip(run.info.run_id, redacted(reason, environ))
         token = page.token
         if not token:
-            return missing
+            return
+
+
+def _why_not(run: Any) -> str:
+    """Why a run cannot be used by what MLflow's database says of it; empty if its files have to say."""
+    params, metrics = run.data.params, run.data.metrics
+    try:
+        if params:  # Else its facts were not sent.
+            _check_facts(params)
+            _check_asked(params)
+    except _UnusableRun as why:
+        return str(why)
+    if run.info.status in ("RUNNING", "SCHEDULED"):
+        return "it has not ended, and MLflow gets its files at the end; if it crashed, call `star-hvd sync-logs`"
+    # The totals come with the end: without them, a time to the target is not known either.
+    if run.info.status != "FINISHED" and "duration_s" in metrics and "time_to_target_s" not in metrics:
+        return _NO_MISS
+    return ""
+
+
+def _take_run(client: Any, run_id: str, jobs: _Jobs) -> str:
+    """Download a run, read it and delete the files; returns why that was not possible, else empty."""
+    with tempfile.TemporaryDirectory(prefix="star-run-") as scratch:
+        folder = Path(scratch) / run_id
+        try:
+            if not _download_run(client, run_id, folder):
+                return "MLflow has no files of it; call `star-hvd sync-logs` on its hosts"
+        except Exception as error:
+            # MLflow passes on any error of its stores. The other runs may be there.
+            text = " ".join(str(error).split())[:300]
+            return f"its files cannot be downloaded: {type(error).__name__}: {text}"
+        jobs.take(folder)
+    return ""
 
 
 def _download_run(client: Any, run_id: str, folder: Path) -> bool:

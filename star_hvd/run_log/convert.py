@@ -170,6 +170,10 @@ class RunState:
                 target.append(value)
 
 
+_NO_CURVES = ("step", "time_s", "batch", "microbatches")
+"""Numbers of a window that are no metrics: what every row has, and what hardly ever changes."""
+
+
 def window_metrics(event: Mapping[str, Any], began_unix_s: float, position: int = 0) -> Iterator[MetricRow]:
     """Yield a window as metrics: the job's numbers, and every reading's spread over the ranks and values per rank.
 
@@ -186,7 +190,7 @@ def window_metrics(event: Mapping[str, Any], began_unix_s: float, position: int 
     at_ms, step = _at_ms(event, began_unix_s), int(_number(event.get("step"), 0.0))
     for name, value in event.items():
         number = _number(value, math.nan)
-        if name not in ("step", "time_s") and math.isfinite(number):
+        if name not in _NO_CURVES and math.isfinite(number):
             yield metric_name(name), number, at_ms, step
     yield "stragglers", float(len(event.get("stragglers") or [])), at_ms, step
     for name, values in (event.get("ranks") or {}).items():

@@ -94,6 +94,8 @@ def window_values(
         "reduced_part": window.reduced_part,
         "pushed_part": window.pushed_part,
         "fixed_part": window.fixed_part,
+        "batch": window.batch,
+        "microbatches": window.microbatches,
         **{name: float(value) for name, value in numbers.items()},
         "ranks": per_rank,
         "stragglers": found,

@@ -62,6 +62,13 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     assert found.seconds == pytest.approx(5.9 + 0.21, rel=0.01), "from the first step to the last one's end"
 
 
+def test_gradients_are_as_large_as_the_log_says(tmp_path: Path) -> None:
+    """Frozen parameters, which the optimizer has too, are not communicated."""
+    path = logged(tmp_path / "run") / "events.jsonl"
+    path.write_text(path.read_text().replace('"noise_scale": null', '"comm_bytes": 14000.0'))
+    assert read_run(path.parent).comm_bytes == 14_000.0
+
+
 def test_what_each_mode_and_each_rank_cost(tmp_path: Path) -> None:
     times = read_run(logged(tmp_path / "run"))
     found = what_if(times.compute_s, times.wait_s, comm_bytes=times.comm_bytes, noise=times.noise)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import random
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,10 +16,12 @@ from scheduler.cost.conditions import CYCLE_S, Conditions
 from scheduler.diagnosis.window_stats import MIN_REPORTS
 from scheduler.learning import dataset
 from scheduler.learning.features import FEATURES, rows
+from scheduler.learning.logged_reports import HISTORY, Report, moments_until, newest
 from scheduler.learning.logged_rows import LoggedRun, mlflow_rows, read_run, real_rows, windows
 from scheduler.learning.simulated_rows import in_order
 from scheduler.plan.plan import Plan
 from scheduler.policy.candidates import candidates
+from scheduler.policy.cost_policy import CostPolicy
 from scheduler.records import StepReport, StepTimes, Window
 from scheduler.transmission.behind_compute import EDGE
 from star_hvd.channel.messages.base import Arrive
@@ -27,15 +32,19 @@ from tests.unit.scheduler.cli.test_main import logged
 _STEPS, _RANKS = 40, 4
 
 
-def _report(rank: int, step: int, queued: tuple[float, ...]) -> StepReport:
+def _report(rank: int, step: int, queued: tuple[float, ...], load_s: float = 0.0) -> StepReport:
     compute_s = 5.0 if step == 0 else 0.1 + 0.01 * rank + 0.0001 * step
-    times = StepTimes(compute_s, 0.0, compute_s, runqueue_s=queued[rank] * compute_s)
+    times = StepTimes(compute_s, 0.0, compute_s, runqueue_s=queued[rank] * compute_s, load_s=load_s)
     return StepReport(rank=rank, step=step, times=times, wait_s=0.0, late=False, loss=1.0)
 
 
-def _logged(folder: Path, queued: tuple[float, ...], **window: object) -> LoggedRun:
+def _logged(
+    folder: Path, queued: tuple[float, ...] = (0.0,) * 4, *, facts: dict[str, object] | None = None,
+    load_s: float = 0.0, **window: object,
+) -> LoggedRun:
+    values = {"world_size": _RANKS, "target": "accuracy>=0.9", **(facts or {})}
     events: list[dict[str, object]] = [
-        {"kind": "facts", "time_s": 0.0, "values": {"world_size": _RANKS, "target": "accuracy>=0.9"}},
+        {"kind": "facts", "time_s": 0.0, "values": values},
         {"kind": "plan", "time_s": 1.0, "step": 0, "plan": Plan.sync(_RANKS).to_dict()},
         {"kind": "window", "time_s": 2.0, "step": 5, "noise_scale": 3.5, "ranks": {}, **window},
         {"kind": "metric", "time_s": 9.0, "name": "accuracy", "value": 0.93, "step": 39},
@@ -43,7 +52,7 @@ def _logged(folder: Path, queued: tuple[float, ...], **window: object) -> Logged
     folder.mkdir()
     (folder / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     for rank in range(_RANKS):
-        reports = (_report(rank, step, queued).as_record() for step in range(_STEPS))
+        reports = (_report(rank, step, queued, load_s).as_record() for step in range(_STEPS))
         lines = (json.dumps({"kind": "step", "time_s": 0.1 * step, **one}) for step, one in enumerate(reports))
         (folder / f"rank{rank}.jsonl").write_text("\n".join(lines) + "\n")
     found = read_run(folder)
@@ -51,15 +60,19 @@ def _logged(folder: Path, queued: tuple[float, ...], **window: object) -> Logged
     return found
 
 
+@pytest.mark.parametrize("load_s", [0.0, 0.115, 0.3])
 @pytest.mark.parametrize("queued", [(0.0,) * 4, (0.0, 0.0, 0.4, 0.0), (0.4, 0.3, 0.4, 0.2), (0.05, 0.04, 0.8, 0.05)])
-def test_times_are_those_of_the_coordinator(queued: tuple[float, ...], tmp_path: Path) -> None:
-    """The first step is not typical, and waits for processors count only where few ranks have them."""
+def test_times_are_those_of_the_coordinator(queued: tuple[float, ...], load_s: float, tmp_path: Path) -> None:
+    """The first step is not typical, and waits for processors count only where few ranks have them.
+
+    A rank is at most as fast as its workers load.
+    """
     job = Job(_RANKS)
     job.register(None)
     for step in range(_STEPS):
         for rank in range(_RANKS):
-            job.say(rank, Arrive(0, step, 0, _report(rank, step, queued).times, 0.0))
-    last = windows(_logged(tmp_path / "run", queued))[-1]
+            job.say(rank, Arrive(0, step, 0, _report(rank, step, queued, load_s).times, 0.0))
+    last = windows(_logged(tmp_path / "run", queued, load_s=load_s))[-1]
     for live, known in zip(job.engine.window().ranks, last.ranks, strict=True):
         assert known.steps == live.steps and known.compute_s == pytest.approx(live.compute_s)
 
@@ -214,3 +227,153 @@ def test_a_deleted_experiment_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     environ = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db", "MLFLOW_EXPERIMENT_NAME": "some jobs"}
     with pytest.raises(ValueError, match="experiment some jobs was deleted; .* restore --experiment-id 7`"):
         mlflow_rows(environ, "1")
+
+
+# ---- what a live window has -----------------------------------------------------------------------------------------
+
+
+def test_frozen_parameters_are_not_communicated(tmp_path: Path) -> None:
+    """Old logs know the parameters only."""
+    facts = {"optimizer": {"class": "SGD", "parameter_bytes": 4_000_000}}
+    found = windows(_logged(tmp_path / "a", facts=facts, comm_bytes=1_000_000.0))
+    assert {window.comm_bytes for window in found} == {1_000_000}
+    assert {window.comm_bytes for window in windows(_logged(tmp_path / "b", facts=facts))} == {4_000_000}
+
+
+@pytest.mark.parametrize("fixed_part", [None, 0.2])
+def test_a_run_of_shard_has_the_candidates_of_its_live_decisions(tmp_path: Path, fixed_part: float | None) -> None:
+    """Without the batch `sync(balanced)` was not offered, which changes features of every row."""
+    for name, plan in (("a", Plan.sync(4)), ("b", Plan.partial(4, 3))):
+        logged(tmp_path, name, plan, reached_s=10.0, batch=32)
+        path = tmp_path / name / "events.jsonl"
+        path.write_text(path.read_text().replace('"noise_scale": 3.5', f'"fixed_part": {json.dumps(fixed_part)}'))
+    run = read_run(tmp_path / "a")
+    assert run is not None
+    frame = dataset.frame_of(real_rows(tmp_path, "1"))
+    for window in windows(run):
+        live = Window(step=window.step, ranks=window.ranks, batch=32, fixed_part=fixed_part or math.nan)
+        policy = CostPolicy(4)
+        policy.decide(live, Plan.sync(4))
+        assert any(prediction.plan.balanced for prediction in policy.last)
+        assert set(frame[frame["step"] == window.step]["offered"]) == {len(policy.last)}
+        assert window.fixed_part == live.fixed_part or fixed_part is None
+
+
+def test_batches_and_micro_batches_are_those_of_the_window(tmp_path: Path) -> None:
+    """The fact `batch` does not say whether `shard` may change the batches."""
+    noted = window_values(Window(step=0, batch=0, microbatches=4), mode="sync")
+    assert (noted["batch"], noted["microbatches"]) == (0, 4)
+    facts: dict[str, object] = {"batch": 32}
+    found = windows(_logged(tmp_path / "a", facts=facts, batch=noted["batch"], microbatches=noted["microbatches"]))
+    assert {(window.batch, window.microbatches) for window in found} == {(0, 4)}
+    old = windows(_logged(tmp_path / "b", facts=facts))
+    assert {(window.batch, window.microbatches) for window in old} == {(32, 0)}
+    damaged = windows(_logged(tmp_path / "c", facts={"batch": -1}, batch="x", microbatches=1 << 40))
+    assert {(window.batch, window.microbatches) for window in damaged} == {(0, 0)}
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_reports_of_the_moments_are_kept_and_no_others() -> None:
+    draw = random.Random(3)
+    steps = [step for step in range(5000) for _ in range(draw.choice((0, 1, 2)))]
+    whole = [Report(step, draw.random(), False, 0.0, 0.0) for step in steps]
+    draw.shuffle(whole)
+    moments = moments_until(3000)
+    kept = newest(whole, moments)
+    assert len(kept) <= len(moments) * HISTORY and len(moments) == 6
+    for moment in moments:
+        expected = sorted(one for one in whole if one.step <= moment)[-HISTORY:]
+        assert [one for one in kept if one.step <= moment][-HISTORY:] == expected
+
+
+def test_no_report_is_read_of_a_run_in_auto_or_without_a_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files of a rank are the longest of all."""
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0, mode="auto")
+    logged(tmp_path, "b", Plan.sync(4), reached_s=10.0, target=None)
+    logged(tmp_path, "c", Plan.sync(4), reached_s=10.0)
+    opened: list[str] = []
+    real = Path.open
+
+    def opens(self: Path, *arguments: Any, **options: Any) -> Any:
+        assert not self.name.startswith("rank") or self.parent.name == "c"
+        opened.append(self.name)
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", opens)
+    told: list[str] = []
+    assert real_rows(tmp_path, "1", report=told.append) == []
+    assert told[1:3] == ["a: it ran in auto; expected one fixed mode", "b: it has no target; set STAR_TARGET"]
+    assert "rank3.jsonl" in opened
+
+
+class _Client:
+    """An MLflow with these runs, whose files are in a folder; there must be one run at a time on the disk."""
+
+    def __init__(self, files: Path, runs: dict[str, tuple[str, dict[str, str], dict[str, float]]]) -> None:
+        self._files, self._runs = files, runs
+        self.asked: list[str] = []
+        self._before: Path | None = None
+
+    def get_experiment_by_name(self, name: str) -> object:
+        return SimpleNamespace(experiment_id="7", lifecycle_stage="active")
+
+    def search_runs(self, *_: object, **__: object) -> Any:
+        found = [
+            SimpleNamespace(
+                info=SimpleNamespace(run_id=name, status=status), data=SimpleNamespace(params=params, metrics=metrics)
+            )
+            for name, (status, params, metrics) in self._runs.items()
+        ]
+
+        class Page(list[Any]):
+            token = None
+
+        return Page(found)
+
+    def list_artifacts(self, run_id: str) -> list[object]:
+        self.asked.append(run_id)
+        return [SimpleNamespace(path="star")]
+
+    def download_artifacts(self, run_id: str, path: str, target: str) -> None:
+        assert self._before is None or not self._before.exists()
+        self._before = Path(target)
+        shutil.copytree(self._files / run_id, Path(target) / path)
+
+
+def test_mlflow_is_asked_for_the_files_of_runs_that_can_be_used_one_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "10")
+    known, ended = {"target": "accuracy>=0.9", "mode": "sync"}, {"duration_s": 9.0}
+    client = _Client(tmp_path, {
+        "z": ("FINISHED", known, ended),
+        "no-target": ("FINISHED", {"mode": "sync"}, ended),
+        "auto": ("FINISHED", {**known, "mode": "auto"}, ended),
+        "rest": ("FINISHED", {**known, "continues": "reset"}, ended),
+        "runs": ("RUNNING", known, {}),
+        "killed": ("KILLED", known, ended),
+        "late": ("KILLED", {**known, "mode": "partial(3)"}, {**ended, "time_to_target_s": 5.0}),
+        "no-facts": ("FINISHED", {}, {}),
+    })  # fmt: skip
+    logged(tmp_path, "z", Plan.sync(4), reached_s=10.0)
+    logged(tmp_path, "late", Plan.partial(4, 3), reached_s=5.0)
+    logged(tmp_path, "no-facts", Plan.local(4, steps=4), reached_s=8.0)
+    monkeypatch.setattr(mlflow, "MlflowClient", lambda tracking_uri: client)
+    told: list[str] = []
+    rows = mlflow_rows({"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path}/mlflow.db"}, "1", report=told.append)
+    assert client.asked == ["z", "late", "no-facts"]
+    assert {row[6] for row in rows} == {"sync", "partial(3)", "local(4)"} and {row[1] for row in rows} == {"z"}
+    assert told == [
+        "3 of 8 runs used",
+        "auto: it ran in auto; expected one fixed mode",
+        "killed: it ended without its target, but not as FINISHED: that is no miss",
+        "no-target: it has no target; set STAR_TARGET",
+        "rest: it continues an earlier training",
+        "runs: it has not ended, and MLflow gets its files at the end; if it crashed, call `star-hvd sync-logs`",
+    ]
