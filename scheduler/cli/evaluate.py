@@ -33,6 +33,7 @@ __all__ = [
     "run",
     "table",
     "model_title",
+    "on_real_runs",
     "reliability",
 ]
 
@@ -72,7 +73,10 @@ def run(options: argparse.Namespace) -> int:
         names["champion"], policies["champion"] = champion[0], policy_factory(champion[1])
     rows = run_scenarios({**BASELINES, **policies}, options.scenarios, options.seed)
     console.print(table(rows, names))
-    console.print(reliability(model.about.get("metrics", {}), len(rows)), highlight=False)
+    metrics = model.about.get("metrics", {})
+    blind = [f"warning: promote rejects this model: {problem}" for problem in model.blind_spots()]
+    for text in (reliability(metrics, len(rows)), on_real_runs(metrics), *blind):
+        console.print(text, highlight=False)
     found = summary(rows, "learned")
     if registry is not None and version is not None:
         console.print(log_regrets(registry, version, "evaluate", rows), highlight=False)
@@ -199,6 +203,18 @@ def reliability(metrics: Mapping[str, float], scenarios: int) -> str:
     if scenarios < FEW_SCENARIOS:
         text += f"\n{scenarios} scenarios are too few for a comparison: take {FEW_SCENARIOS} or more"
     return text
+
+
+def on_real_runs(metrics: Mapping[str, float]) -> str:
+    """A sentence on a model's figures on real runs, by heads that were not fitted to their networks."""
+    names = ("real_error", "real_cost_error", "real_choice_regret", "real_cost_choice_regret")
+    if not all(name in metrics for name in names):
+        return "its figures on real runs are unknown: its tables had no networks of real runs, or it is an older model"
+    error, cost_error, regret, cost_regret = (metrics[name] for name in names)
+    return (
+        f"on real runs, out of fold: error of log time {error:.3f} (cost model {cost_error:.3f}), regret of a choice "
+        f"{100.0 * regret:.1f} % (cost model {100.0 * cost_regret:.1f} %)"
+    )
 
 
 def log_regrets(registry: Registry, version: Version, prefix: str, rows: Sequence[Regrets]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from scheduler.cli.evaluate import (
     FEW_SCENARIOS,
@@ -13,6 +14,7 @@ from scheduler.cli.evaluate import (
     find_version,
     log_regrets,
     model_title,
+    on_real_runs,
     policy_factory,
     reliability,
     run_scenarios,
@@ -31,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "The challenger's mean regret must not exceed that of the champion (the shipped model if there is none that "
         f"can be used) or of the cost model; its 90 % intervals must cover {100 * LEAST_COVERAGE:.0f} to "
-        f"{100 * MOST_COVERAGE:.0f} %. Exit status: 0 if it is champion now, 1 if it is not, 2 if there is "
-        "no challenger or MLflow cannot be asked."
+        f"{100 * MOST_COVERAGE:.0f} %, and its tables must have rows without known link rates and without observed "
+        "prices of staleness. Exit status: 0 if it is champion now, 1 if it is not, 2 if there is no challenger or "
+        "MLflow cannot be asked."
     )
     parser.add_argument(
         "--scenarios", type=int, default=40,
@@ -52,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
     version, before = find_version(registry, CHALLENGER), registry.alias(CHAMPION)
     challenger, champion = load(registry.download(version)), find_champion(registry, CHALLENGER)
     assert champion is not None
+    if blind := challenger.blind_spots():  # Before the simulation, in which links and prices are known.
+        return _rejected(console, blind, champion[0])
     names = {"learned": model_title(version, CHALLENGER), "champion": champion[0]}
     policies = {"learned": policy_factory(challenger), "champion": policy_factory(champion[1])}
     policies["cost_model"] = BASELINES["cost_model"]
@@ -59,13 +64,10 @@ def run(options: argparse.Namespace) -> int:
     console.print(table(rows, names))
     metrics = challenger.about.get("metrics", {})
     console.print(reliability(metrics, len(rows)), highlight=False)
+    console.print(on_real_runs(metrics), highlight=False)
     console.print(log_regrets(registry, version, "promote", rows), highlight=False)
-    problems = gate(rows, metrics, names)
-    for problem in problems:
-        console.print(f"rejected: {problem}", highlight=False)
-    if problems:
-        console.print(f"the champion stays: {champion[0]}", highlight=False)
-        return 1
+    if problems := gate(rows, metrics, names):
+        return _rejected(console, problems, champion[0])
     # The simulation takes minutes: another promotion may have ended, and this model was not compared with its champion.
     if registry.alias(CHAMPION) != before:
         console.print("the champion changed meanwhile; run promote again", highlight=False)
@@ -74,6 +76,14 @@ def run(options: argparse.Namespace) -> int:
     registry.promote(version, {"regret": mean["learned"], "coverage": metrics["coverage"]})
     console.print(f"{version.name} version {version.number} is {CHAMPION} now", highlight=False)
     return 0
+
+
+def _rejected(console: Any, problems: Sequence[str], champion: str) -> int:
+    """Say why the challenger is rejected; returns the exit status."""
+    for problem in problems:
+        console.print(f"rejected: {problem}", highlight=False)
+    console.print(f"the champion stays: {champion}", highlight=False)
+    return 1
 
 
 def gate(rows: Sequence[Regrets], metrics: Mapping[str, float], names: Mapping[str, str] | None = None) -> list[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from scheduler.cli.collect import DEFAULT_TABLE, add_sources, logged_rows, print_line, why_none
 from scheduler.learning import dataset
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "metrics_table", "run"]
 
 LOGGED_TABLE = Path("training_logs/datasets/logged.csv.gz")
 """Table of the logged runs that `--mlflow` and `--runs` select."""
@@ -19,13 +20,16 @@ LOGGED_TABLE = Path("training_logs/datasets/logged.csv.gz")
 SHIPPED_TABLES = Path(__file__).parents[2] / "datasets"
 """Folder with the tables of the project, which are fitted to if there are no others."""
 
+REAL_TABLE = "real.csv.gz"
+"""The one of them with rows of real runs."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the subcommand."""
     parser.add_argument(
         "table", type=Path, nargs="*",
-        help=f"tables made by `collect`, which are joined (default {DEFAULT_TABLE}; if it does not exist, those of the "
-        "project's datasets/)",
+        help=f"tables made by `collect`, which are joined (default {DEFAULT_TABLE} and {REAL_TABLE} of the project's "
+        "datasets/; if the former does not exist, all of datasets/)",
     )
     add_sources(parser)
     parser.add_argument("--out", type=Path, default=Path("training_logs/models/latest"), help="folder for the model")
@@ -37,8 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Tune, fit, save, record."""
     from rich.console import Console
-    from rich.table import Table
 
+    from scheduler.learning.predictor import Predictor
     from scheduler.learning.train import Settings, fit, save, tune
 
     console = Console()
@@ -52,29 +56,57 @@ def run(options: argparse.Namespace) -> int:
         found = fit(frame, settings)
     names = " ".join(str(path) for path in tables)
     about = save(found, options.out, data=described, made_by=f"star-scheduler train {names} --seed {options.seed}")
-    table = Table(title="On held-out networks")
-    for column in ("figure", "learned", "cost model"):
-        table.add_column(column, justify="left" if column == "figure" else "right")
-    for name, title in (
-        ("error", "error of log time"), ("choice_regret", "regret of a choice"), ("kendall", "Kendall's tau"),
-        ("coverage", "90 % intervals cover"), ("width", "their width in logs"), ("reach_brier", "Brier score, reached"),
-    ):
-        other = found.metrics.get(f"cost_{name}")
-        table.add_row(title, f"{found.metrics[name]:.3f}", "" if other is None else f"{other:.3f}")
-    console.print(table)
+    console.print(metrics_table(found.metrics))
     console.print(f"model in {options.out}", highlight=False)
+    for problem in Predictor(about, found.boosters).blind_spots():
+        console.print(f"warning: promote will reject this model: {problem}", highlight=False)
     if options.no_registry:
         return 0
     return _record(console, options.out, about, frame, found)
 
 
-def _tables(options: argparse.Namespace) -> list[Path]:
-    """The tables to fit to: the given ones or the default, and one of the selected logged runs."""
-    tables = list(options.table) or [DEFAULT_TABLE]
-    if not options.table and not DEFAULT_TABLE.exists() and (shipped := sorted(SHIPPED_TABLES.glob("*.csv.gz"))):
-        tables = shipped
+def metrics_table(metrics: Mapping[str, float]) -> Any:
+    """A table of a fit's metrics; those on real runs, of which there are few, in columns of their own."""
+    from rich.table import Table
+
+    table = Table(title="On held-out networks")
+    prefixes = {"learned": "", "cost model": "cost_"}
+    if any(name.startswith("real_") for name in metrics):
+        prefixes |= {"real runs: learned": "real_", "real runs: cost model": "real_cost_"}
+    for column in ("figure", *prefixes):
+        table.add_column(column, justify="left" if column == "figure" else "right")
+    for name, title in (
+        ("error", "error of log time"), ("choice_regret", "regret of a choice"), ("kendall", "Kendall's tau"),
+        ("coverage", "90 % intervals cover"), ("width", "their width in logs"), ("reach_brier", "Brier score, reached"),
+    ):
+        values = [metrics.get(f"{prefix}{name}") for prefix in prefixes.values()]
+        table.add_row(title, *("" if value is None else f"{value:.3f}" for value in values))
+    return table
+
+
+def _usual_tables() -> list[Path]:
+    """The tables to fit to if none are given.
+
+    Simulated jobs always know their links and observe the price of staleness: a model of theirs alone would switch
+    itself off in jobs that do not, so the project's real rows stay beside them.
+    """
+    shipped = sorted(SHIPPED_TABLES.glob("*.csv.gz"))
+    if not DEFAULT_TABLE.exists():
+        if not shipped:
+            return [DEFAULT_TABLE]
         names = ", ".join(one.name for one in shipped)
         print_line(f"{DEFAULT_TABLE} does not exist; fitting to {names} of {SHIPPED_TABLES}")
+        return shipped
+    real = SHIPPED_TABLES / REAL_TABLE
+    if not real.exists():
+        return [DEFAULT_TABLE]
+    print_line(f"fitting to {DEFAULT_TABLE} and {REAL_TABLE} of {SHIPPED_TABLES}")
+    return [DEFAULT_TABLE, real]
+
+
+def _tables(options: argparse.Namespace) -> list[Path]:
+    """The tables to fit to: the given ones or the default, and one of the selected logged runs."""
+    tables = list(options.table) or _usual_tables()
     if options.mlflow or options.runs is not None:
         rows = logged_rows(options)
         if not rows:

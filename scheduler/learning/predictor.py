@@ -41,6 +41,7 @@ __all__ = [
     "HEADS",
     "SHIPPED",
     "SHIPPED_SHA256",
+    "UNKNOWN",
     "ModelError",
     "Predictor",
     "load",
@@ -73,6 +74,14 @@ candidates. No tree splits there, so the heads predict the same; without this, n
 
 _UNBOUNDED_BELOW = ("cycle_log",)
 """Features that count as the least trained value below it: a collective's negotiation is nothing in a long step."""
+
+UNKNOWN: dict[str, tuple[dict[str, float], str]] = {
+    "no known link rate": (dict.fromkeys(("wire_log", "wire_usual_log", "wire_now_log"), math.log(1e-4)),
+                           "a job on one host"),
+    "no observed price of staleness": ({"price_seen_log": 0.0}, "a job without hvd.record_loss"),
+}  # fmt: skip
+"""What live jobs may not know: the values of the features then (`scheduler.learning.features`), and an example. In
+simulated jobs it is always known, so only rows of real runs have these values."""
 
 CORRECTION_WEIGHT = 0.5
 """Weight of the learned correction: an average of two predictors with different errors is better than either. Chosen on
@@ -148,6 +157,24 @@ class Predictor:
         least, most = (round(2.0**bound) for bound in self.about["ranges"][self._ranks])
         trained = f"{least} to {most}" if least < most else f"{least}"
         return f"{world_size} ranks: the model was trained on {trained}; the cost model decides"
+
+    def blind_spots(self) -> list[str]:
+        """Return why whole kinds of jobs would never use the model, with what to do; empty for a model to use.
+
+        One feature out of range takes every row out of it.
+        """
+        found = []
+        for lacking, (values, example) in UNKNOWN.items():
+            columns = [FEATURES.index(name) for name in values]
+            given = np.array(list(values.values()))
+            outside = (given < self._least[columns]) | (given > self._most[columns])
+            if outside.any():
+                names = ", ".join(name for name, is_outside in zip(values, outside, strict=True) if is_outside)
+                found.append(
+                    f"it was fitted to no row with {lacking} ({names}), so the cost model would decide in every such "
+                    f"job ({example}); train with rows of real runs, too: datasets/real.csv.gz, --runs or --mlflow"
+                )
+        return found
 
     def _warn_size(self, world_size: int, problem: str) -> None:
         """Warn once that the model was not trained for this number of ranks."""

@@ -217,7 +217,11 @@ def fit(frame: Any, settings: Settings | None = None) -> Fit:
 
 
 def _others(frame: Any) -> npt.NDArray[np.bool_]:
-    """Rows of all modes except `sync`, whose relative time is 1 by definition."""
+    """Rows in which decisions use the heads.
+
+    All plans of mode `sync` keep the cost model's prediction (`Predictor`): of plain `sync` the relative time is 1 by
+    definition, and of `sync(balanced)` and `sync(steal)` there are next to no rows.
+    """
     return np.asarray((frame["mode"] != "sync").to_numpy())
 
 
@@ -230,16 +234,34 @@ def _widen(judged: Mapping[str, Array], residual: Array, rows: npt.NDArray[np.bo
 def metrics(frame: Any, judged: Mapping[str, Array], targets: Mapping[str, Array], fold: Ints) -> dict[str, float]:
     """Metrics of predictions; the prefix `cost_` marks those of the cost model alone.
 
+    The prefix `real_` marks those on rows of real runs, which are so few that metrics of all rows do not show them. A
+    table without such rows has none.
+
     The intervals of a fold are widened by what the other folds need: a width that was calibrated on the judged rows
     would cover the calibration's share of them whatever the heads predict.
     """
-    rows, residual = _others(frame), targets["residual"]
+    rows = _others(frame)
     widen = np.zeros(len(fold))
     for index in np.unique(fold):
-        widen[fold == index] = _widen(judged, residual, rows & (fold != index))
+        widen[fold == index] = _widen(judged, targets["residual"], rows & (fold != index))
+    found = _figures(frame, judged, targets, widen)
+    real = (frame["source"] == "real").to_numpy()
+    if (real & rows).any():
+        own = _figures(
+            frame[real], {name: values[real] for name, values in judged.items()},
+            {name: values[real] for name, values in targets.items()}, widen[real],
+        )  # fmt: skip
+        # A head of so few moments may have no value, which MLflow and JSON would not take.
+        found |= {f"real_{name}": value for name, value in own.items() if math.isfinite(value)}
+    return found
+
+
+def _figures(frame: Any, judged: Mapping[str, Array], targets: Mapping[str, Array], widen: Array) -> dict[str, float]:
+    """`metrics` of these rows, whose intervals are widened by `widen`."""
+    rows, residual = _others(frame), targets["residual"]
     covered = (residual >= judged["low"] - widen) & (residual <= judged["high"] + widen)
     learned = judged["cost"] + judged["middle"]
-    found = {
+    return {
         "error": float(np.abs(residual - judged["middle"])[rows].mean()),
         "cost_error": float(np.abs(residual)[rows].mean()),
         "coverage": float(covered[rows].mean()),
@@ -250,7 +272,6 @@ def metrics(frame: Any, judged: Mapping[str, Array], targets: Mapping[str, Array
         "cost_choice_regret": _regret(frame, np.exp(judged["cost"]) + 1.0 - judged["cost_reach"], targets),
         "reach_brier": float(np.nanmean((judged["reach"] - targets["reached"])[rows] ** 2)),
     }
-    return found
 
 
 def _by_cost_model(features: Array) -> dict[str, Array]:

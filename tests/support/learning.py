@@ -10,6 +10,7 @@ import numpy as np
 
 from scheduler.learning import dataset
 from scheduler.learning.features import FEATURES
+from scheduler.learning.predictor import UNKNOWN
 from scheduler.learning.train import Fit, Settings, fit, save
 
 NETWORKS, MOMENTS = 12, 8
@@ -28,6 +29,9 @@ def small_table() -> Any:
                 cost = 0.0 if mode == "sync" else float(rng.uniform(-1.5, 1.0))
                 values[FEATURES.index("cost_log")] = cost
                 values[FEATURES.index("mode_index")] = index
+                if moment == 0:  # Without these rows no job that does not know them could use the model.
+                    for unknown, _ in UNKNOWN.values():
+                        values[[FEATURES.index(name) for name in unknown]] = list(unknown.values())
                 wrong = 0.8 * values[FEATURES.index("late_share")]
                 real = 0.0 if mode == "sync" else cost + wrong + 0.1 * float(rng.standard_normal())
                 reached = float(values[FEATURES.index("cost_drift")] < 0.5)

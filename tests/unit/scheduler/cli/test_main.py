@@ -14,6 +14,7 @@ from scheduler.cli import evaluate, main, promote, train
 from scheduler.cli.promote import gate
 from scheduler.learning import dataset
 from scheduler.learning.evaluate import Regrets
+from scheduler.learning.features import FEATURES
 from scheduler.learning.logged_rows import read_run, real_rows, windows
 from scheduler.learning.predictor import Predictor, load
 from scheduler.learning.registry import Version
@@ -245,6 +246,47 @@ def test_a_comparison_in_too_few_scenarios_moves_no_alias(
     status, _ = promoted(monkeypatch, registry, scenarios=1, learned=0.03, champion=0.04, cost_model=0.05)
     assert status == 1 and registry.promoted == []
     assert "rejected: it was judged in 1 scenarios; expected at least 30" in capsys.readouterr().out
+
+
+def test_a_model_that_would_be_off_in_real_jobs_is_rejected_before_the_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = save_model(tmp_path)
+    about["ranges"][FEATURES.index("price_seen_log")] = [0.6931, 5.908]  # Of a simulated table.
+    (tmp_path / "model.json").write_text(json.dumps(about))
+    registry = FakeRegistry(tmp_path, challenger="2", champion="1")
+    status, seen = promoted(monkeypatch, registry, learned=0.03, champion=0.04, cost_model=0.05)
+    text = " ".join(capsys.readouterr().out.split())
+    assert status == 1 and not seen and registry.promoted == []
+    assert "rejected: it was fitted to no row with no observed price of staleness (price_seen_log)" in text
+    assert "datasets/real.csv.gz" in text and "the champion stays: star-tta v1 (champion)" in text
+
+
+@pytest.mark.slow
+def test_the_projects_real_rows_stay_beside_a_table_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "400")
+    monkeypatch.setattr(train, "SHIPPED_TABLES", tmp_path / "shipped")
+    frame = small_table()
+    frame = frame[(frame["wire_log"] > -2.0).to_numpy()]  # Simulated jobs know their links, and observe the price.
+    frame = frame[(frame["price_seen_log"] != 0.0).to_numpy()].copy()
+    frame["price_seen_log"] += 3.0
+    dataset.write(tmp_path / train.DEFAULT_TABLE, frame)
+    arguments = ["train", "--no-registry", "--out", "model"]
+    assert main.main(arguments) == 0
+    said = capsys.readouterr()
+    assert said.out.count("warning: promote will reject this model: it was fitted to no row with") == 2
+    logged(tmp_path / "runs", "a", Plan.sync(4), reached_s=10.0)
+    logged(tmp_path / "runs", "b", Plan.partial(4, 3), reached_s=5.0)
+    for name in ("real", "moments"):
+        dataset.write(tmp_path / f"shipped/{name}.csv.gz", dataset.frame_of(real_rows(tmp_path / "runs", "1")))
+    assert main.main(arguments) == 0
+    said = capsys.readouterr()
+    assert "warning" not in said.out and "real runs: learned" in said.out
+    assert f"fitting to {train.DEFAULT_TABLE} and real.csv.gz of {tmp_path / 'shipped'}" in said.err
+    assert load(tmp_path / "model").about["data"]["sources"] == {"real": 12, "simulated": len(frame)}
 
 
 @pytest.mark.parametrize(

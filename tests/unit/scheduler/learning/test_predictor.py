@@ -12,10 +12,10 @@ import pytest
 
 from scheduler.cost.conditions import Conditions
 from scheduler.cost.cost_model import Prediction
-from scheduler.learning import boosters
-from scheduler.learning.features import FEATURES, speed
+from scheduler.learning import boosters, dataset
+from scheduler.learning.features import FEATURES, rows, speed
 from scheduler.learning.model_choice import find_ranker
-from scheduler.learning.predictor import SHIPPED, ModelError, Predictor, load
+from scheduler.learning.predictor import SHIPPED, UNKNOWN, ModelError, Predictor, load
 from scheduler.learning.simulated_rows import in_order
 from scheduler.plan.plan import Plan
 from scheduler.policy.candidates import candidates
@@ -58,6 +58,33 @@ def test_the_chance_to_reach_the_target_follows_the_drift(folder: Path) -> None:
 def test_outside_of_what_it_has_seen_it_does_not_trust_itself(folder: Path) -> None:
     known = load(folder).estimate(_inside({"noise_log": [0.5, 5.0, math.inf], "mode_index": 1.0})).known
     assert known.tolist() == [True, False, False]
+
+
+def _fitted_to(*tables: str) -> Predictor:
+    """A predictor with the ranges of tables of the project."""
+    root = Path(__file__).parents[4] / "datasets"
+    values = np.concatenate([dataset.matrix(dataset.read(root / name)[0]) for name in tables])
+    ranges = np.stack([values.min(axis=0), values.max(axis=0)], axis=1).tolist()
+    return Predictor({"ranges": ranges, "calibration": {"widen": 0.0, "widest": 1.0}}, {})
+
+
+def test_simulated_rows_alone_leave_blind_spots() -> None:
+    """In simulated jobs links and the price are known: the model would switch itself off in jobs on one host."""
+    assert load(SHIPPED).blind_spots() == [] == _fitted_to("moments.csv.gz", "real.csv.gz").blind_spots()
+    links, price = _fitted_to("moments.csv.gz").blind_spots()
+    assert "no row with no known link rate (" in links and "wire_now_log" in links and "datasets/real.csv.gz" in links
+    assert "no row with no observed price of staleness (price_seen_log)" in price
+
+
+def test_what_is_unknown_is_what_live_rows_have() -> None:
+    given, active = window(steady(4, slow={1: 3.0}), rates=[math.nan] * 4), Plan.sync(4)
+    conditions = Conditions.from_window(given)
+    assert conditions is not None
+    offered = candidates(conditions, active)
+    found = rows(offered, conditions, given, active, in_order(offered, conditions))
+    for values, _ in UNKNOWN.values():
+        for name, value in values.items():
+            assert found[:, FEATURES.index(name)] == pytest.approx(value)
 
 
 def test_rows_it_does_not_know_get_the_cost_model(folder: Path) -> None:
