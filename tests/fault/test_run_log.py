@@ -17,14 +17,15 @@ import pytest
 from star_hvd.run_log import layout, sync_logs
 from star_hvd.run_log.sender import connect
 from star_hvd.run_log.spool import read_events
-from tests.multiproc.run_log_raw import UNWRITTEN
+from tests.multiproc.run_log_raw import STEP_S, UNWRITTEN
 from tests.support.extras import needs
 from tests.support.launch import run_job
-from tests.support.senders import await_sent
+from tests.support.senders import SENT_LIMIT_S, await_sent
 
 pytestmark = [pytest.mark.fault, needs("mlflow")]
 
 STEPS = 150
+CALL_S = 0.05 * STEP_S
 
 
 @pytest.fixture
@@ -44,7 +45,7 @@ def refusing_server() -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1300)
+@pytest.mark.timeout(SENT_LIMIT_S)
 @pytest.mark.parametrize("server", ["hanging_server", "refusing_server"])
 def test_a_dead_server_costs_nothing_and_gets_the_log_later(
     server: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -55,7 +56,8 @@ def test_a_dead_server_costs_nothing_and_gets_the_log_later(
     first = job.results[0]
     directory = tmp_path / "runs" / first["name"]
     assert [result["steps"] for result in job.results] == [STEPS, STEPS]
-    assert first["dropped"] == 0 and first["call_s"] < 0.02 * 0.05
+    assert first["dropped"] == 0 and first["used_s"] < CALL_S, first
+    assert first["least_s"] < CALL_S, "every call waited"
     assert not layout.read_json(directory / "sent.json").get("complete")
     end_sender(directory)
     assert sync(tmp_path) == 0
@@ -64,7 +66,7 @@ def test_a_dead_server_costs_nothing_and_gets_the_log_later(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1300)
+@pytest.mark.timeout(SENT_LIMIT_S)
 @pytest.mark.parametrize("sender_too", [False, True])
 def test_a_killed_job_leaves_its_log(tmp_path: Path, sender_too: bool) -> None:
     env = {"MLFLOW_TRACKING_URI": database(tmp_path), "STAR_RUN_LOG": "0"}
@@ -84,7 +86,7 @@ def test_a_killed_job_leaves_its_log(tmp_path: Path, sender_too: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1300)
+@pytest.mark.timeout(SENT_LIMIT_S)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root; tests/unit has the limit of a process")
 def test_a_full_disk(tmp_path: Path) -> None:
     disk = tmp_path / "disk"

@@ -16,7 +16,7 @@ from star_hvd.run_log.spool import read_events
 from tests.support.extras import needs
 from tests.support.launch import JobResult, run_job
 from tests.support.reasons import names
-from tests.support.senders import await_sent
+from tests.support.senders import SENT_LIMIT_S, await_sent
 
 pytestmark = [pytest.mark.multiproc, needs("mlflow")]
 
@@ -35,7 +35,7 @@ def _events(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1300)
+@pytest.mark.timeout(SENT_LIMIT_S)
 def test_a_job_is_in_mlflow_soon_after_its_end(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     job = _run(tmp_path, uri)
@@ -88,13 +88,13 @@ def test_the_choice_is_explained_on_rank_0_only(tmp_path: Path, policy: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1300)
+@pytest.mark.timeout(SENT_LIMIT_S)
 def test_all_optimizers_of_a_job_go_through_one_sender(tmp_path: Path) -> None:
     """Two at once, then four one after another; the sender is killed in the middle; a child outlives the job."""
     count, uri = 6, f"sqlite:///{tmp_path / 'mlflow.db'}"
     connect(uri).search_experiments()  # Makes MLflow's tables, which the sender would be killed at.
     env = {"MLFLOW_TRACKING_URI": uri, "STAR_LOG_DIR": str(tmp_path), "STAR_RUN_LOG": "1"}
-    job = run_job("tests.multiproc.run_log_many", str(count), ranks=2, env=env, timeout_s=200.0).check()
+    job = run_job("tests.multiproc.run_log_many", str(count), ranks=2, env=env).check()
     found = job.results[0]
     assert len(found["first"]) == len(found["second"]) == 1 and found["first"] != found["second"]
     assert found["last"] == found["second"] and found["starts"] == 2, "one process at a time, and none for each"

@@ -11,10 +11,13 @@ from pathlib import Path
 import psutil
 
 from star_hvd.run_log import layout
+from tests.support.launch import JOB_LIMIT_S
 
-__all__ = ["SENT_S", "all_sent", "await_sent"]
+__all__ = ["SENT_LIMIT_S", "SENT_S", "all_sent", "await_sent"]
 
 SENT_S = 900.0
+SENT_LIMIT_S = JOB_LIMIT_S + SENT_S + 40.0
+"""Of a test with one job and the wait for its log; below the `faulthandler_timeout` of pyproject.toml."""
 
 
 def all_sent(folders: Sequence[Path]) -> bool:
