@@ -8,16 +8,17 @@ import pytest
 from horovod.runner.common.util.hosts import SlotInfo
 from horovod.runner.http.http_server import RendezvousServer
 
+from tests.multiproc.idle_job import is_less
 from tests.multiproc.thread_state_job import REDUCTIONS
 from tests.multiproc.wait_job import LATE_S
-from tests.support.launch import run_job
+from tests.support.launch import JOB_LIMIT_S, run_job
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(JOB_LIMIT_S + 60)]
 
 
 @pytest.mark.parametrize("place", ["init", "start"])
 def test_all_ranks_raise_and_the_job_ends(place: str) -> None:
-    result = run_job("tests.multiproc.builds_job", place, "differs", ranks=3, timeout_s=200.0)
+    result = run_job("tests.multiproc.builds_job", place, "differs", ranks=3)
     messages = {facts["raised"] for facts in result.results}
     assert len(messages) == 1, result.tail
     message = messages.pop()
@@ -29,7 +30,7 @@ def test_all_ranks_raise_and_the_job_ends(place: str) -> None:
 
 
 def test_equal_builds_go_on() -> None:
-    result = run_job("tests.multiproc.builds_job", "init", "equal", ranks=3, timeout_s=200.0).check()
+    result = run_job("tests.multiproc.builds_job", "init", "equal", ranks=3).check()
     assert [facts["raised"] for facts in result.results] == [None] * 3
 
 
@@ -61,7 +62,7 @@ def test_horovods_thread_sleeps_while_there_is_nothing_to_do_and_a_tensor_wakes_
     """With cycles of a minute while idle, ten reductions would take ten minutes if nobody woke the threads."""
     for facts in run_job("tests.multiproc.idle_job", ranks=3, fresh=True).check().results:
         assert facts["patched"], "patch 0016 is missing in this build of Horovod"
-        assert facts["asleep"] < 0.2 * facts["usual"] and facts["star_hvd"] < 0.6 * facts["usual"], facts
+        assert is_less(facts), facts
         assert facts["took_s"] < 30.0, facts
 
 
@@ -76,7 +77,7 @@ def test_short_reductions_are_exact_while_ranks_change_how_they_are_made(ranks: 
 
 def test_credentials_reach_ranks_and_no_command_line() -> None:
     env = {"MLFLOW_TRACKING_PASSWORD": "correct-horse-7319"}
-    result = run_job("tests.multiproc.credentials_job", ranks=2, env=env, fresh=True, timeout_s=200.0).check()
+    result = run_job("tests.multiproc.credentials_job", ranks=2, env=env, fresh=True).check()
     assert [facts["secret"] for facts in result.results] == ["correct-horse-7319"] * 2
     assert [facts["shown"] for facts in result.results] == [0, 0], "patch 0011 is missing in this build of Horovod"
 
