@@ -22,6 +22,7 @@ DEADLINE_S = 8.0  # Where it is to pass.
 NEVER_S = 100.0  # Longer than a busy machine holds up a rank; a step that waits for it fails all the same.
 CONFIG = hvd.Config(step_deadline_s=NEVER_S)
 STEPS = 4
+LEFT = 2  # Of a series, that may be about to end.
 
 
 class Failing(torch.optim.SGD):
@@ -134,7 +135,7 @@ def keeps_the_failed_one(mode: str) -> dict[str, Any]:
 
 def series(mode: str, count: int) -> dict[str, Any]:
     """Many optimizers one after another on the same parameters, each dropped; some in the middle of a step."""
-    model, facts = net(128), []
+    model, facts, ends = net(128), [], True
     run = runtime.current()
     for number in range(count):
         optimizer = hvd.DistributedOptimizer(
@@ -149,6 +150,7 @@ def series(mode: str, count: int) -> dict[str, Any]:
         del optimizer
         hooks = [len(param._post_accumulate_grad_hooks) for param in model.parameters()]
         assert run is not None
+        ends = ends and all_gone(but=LEFT)  # Ranks tell each other of it, for which a busy machine takes its time.
         facts.append({"threads": threading.active_count(), "drivers": len(run.drivers), "hooks": max(hooks)})
     return {"facts": facts}
 
@@ -204,11 +206,11 @@ def wrapped_again(mode: str) -> dict[str, Any]:
     return {"made": made, "lr": lr, "first_gone": gone, "equal": equal, "outdated": outdated}
 
 
-def all_gone(limit_s: float = 60.0) -> bool:
-    """Whether every optimizer that was dropped has ended on this rank."""
+def all_gone(limit_s: float = 60.0, but: int = 0) -> bool:
+    """Whether every optimizer that was dropped, but so many, has ended on this rank."""
     run, end_s = runtime.current(), time.monotonic() + limit_s
     assert run is not None
-    while not all(driver.over for driver in run.drivers.values()):
+    while sum(not driver.over for driver in list(run.drivers.values())) > but:
         if time.monotonic() > end_s:
             return False
         time.sleep(0.02)

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from tests.support.launch import run_job
+from tests.support.launch import JOB_LIMIT_S, run_job
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(JOB_LIMIT_S + 60)]
 
 SHUTDOWN_S = 60.0  # A rank that is not needed any more ends within the interval of its messages; far below a deadline.
 
 
 def _job(mode: str, scenario: str) -> list[dict[str, Any]]:
-    results = run_job("tests.multiproc.dropped_job", mode, scenario, ranks=2, timeout_s=200.0).check().results
+    results = run_job("tests.multiproc.dropped_job", mode, scenario, ranks=2).check().results
     for result in results:
         assert result["same"], "the optimizer after it does not come to plain Horovod's result"
         assert result["end_s"] < SHUTDOWN_S
