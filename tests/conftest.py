@@ -31,6 +31,7 @@ TESTS = Path(__file__).parent
 FIRST = (
     "contract/test_contract.py",
     "multiproc/test_modes.py",
+    "multiproc/test_modes_background.py",
     "fault/test_freezes.py",
     "multiproc/test_scenarios.py",
     "multiproc/test_compression.py",

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.launch import write_result
+from tests.support.launch import JOB_LIMIT_S, write_result
 
 __all__ = ["FAILING", "PASSING"]
 
@@ -35,7 +35,7 @@ PASSING = (
 )
 # These try every optimizer class of torch's and fail at Muon, which refuses their model, in the middle of the series.
 FAILING = ("test_broadcast_state_options", "test_force_allreduce")
-LIMIT_S = 240.0
+LIMIT_S = JOB_LIMIT_S - 60.0
 IMPORT = "import horovod.torch as hvd"
 
 

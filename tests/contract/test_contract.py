@@ -13,7 +13,9 @@ import pytest
 from tests.contract.job import case_ids
 from tests.support.launch import JOB_LIMIT_S, JobResult, run_job
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(JOB_LIMIT_S + 60)]
+LIMIT_S = 2 * JOB_LIMIT_S  # For all cases together.
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(LIMIT_S + 60)]
 
 # A rank that fails in the middle of a case leaves the others in a collective: Horovod ends those soon.
 STALL = ("--stall-check-warning-time-seconds", "10", "--stall-check-shutdown-time-seconds", "60")
@@ -21,7 +23,7 @@ STALL = ("--stall-check-warning-time-seconds", "10", "--stall-check-shutdown-tim
 
 @functools.cache
 def _job(ranks: int) -> JobResult:
-    return run_job("tests.contract.job", ranks=ranks, horovodrun_args=STALL, fresh=ranks == 4)
+    return run_job("tests.contract.job", ranks=ranks, horovodrun_args=STALL, fresh=ranks == 4, timeout_s=LIMIT_S)
 
 
 def _job_outcome(ranks: int, case_id: str) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.contract.horovod_own_job import FAILING, PASSING
-from tests.support.launch import run_job
+from tests.support.launch import JOB_LIMIT_S, run_job
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(JOB_LIMIT_S + 60)]
 
 VARIABLE = "STAR_HOROVOD_TESTS"
 NAME = "test/parallel/test_torch.py"
@@ -46,7 +46,7 @@ def test_those_that_pass_on_horovod_pass_here(own_tests: Path, ending: str) -> N
     """Ten of ten in one process, after two that fail in the middle of a series of optimizers, as they do there."""
     args = (str(own_tests), "star_hvd", ending)
     env = {"STAR_MODE": "sync"}  # On a busy machine `auto` may find a rank slow, and then a step is another one.
-    job = run_job("tests.contract.horovod_own_job", *args, ranks=2, env=env, timeout_s=270.0).check()
+    job = run_job("tests.contract.horovod_own_job", *args, ranks=2, env=env).check()
     for rank, result in enumerate(job.results):
         wrong = {name: result["outcomes"].get(name, "never ran") for name in PASSING}
         assert not any(wrong.values()), f"rank {rank}: {[(n, text) for n, text in wrong.items() if text]}"

@@ -17,11 +17,12 @@ import pytest
 from scheduler.plan.plan import Plan
 from star_hvd.ps.common.forking import SERVER_NAME
 from tests.fault.freeze_job import FROZEN_S, RECOVERED_STEPS, STEPS_SINCE
-from tests.support.launch import JOB_LIMIT_S, run_job
+from tests.support.launch import run_job
 from tests.support.ps_cluster import DEADLINE_S, cluster, run_all
+from tests.support.shared import SHARED_LIMIT_S
 from tests.support.shared import facts_of as shared_facts
 
-pytestmark = [pytest.mark.fault, pytest.mark.timeout(JOB_LIMIT_S + 60)]
+pytestmark = [pytest.mark.fault, pytest.mark.timeout(SHARED_LIMIT_S)]
 
 RANKS = 4
 LONGEST_S = 60.0  # A recovery, on the busiest machine.

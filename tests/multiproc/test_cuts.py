@@ -8,10 +8,9 @@ import pytest
 
 from tests.multiproc.cut_job import EPOCHS, SAMPLES
 from tests.multiproc.test_modes import check
-from tests.support.launch import JOB_LIMIT_S
-from tests.support.shared import facts_of
+from tests.support.shared import SHARED_LIMIT_S, facts_of
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S + 60)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(SHARED_LIMIT_S)]
 
 OF_FOUR = ("sync", "partial(3)", "subgroup(0,1,2)", "grouped(2)", "local(3)", "ps(4)", "ps(1)")
 OF_TWO = ("ps(2)", "ps(1)")

@@ -8,9 +8,9 @@ import pytest
 
 from tests.multiproc.elsewhere import SCENARIOS, SERVED
 from tests.multiproc.test_modes import check, facts_of
-from tests.support.launch import JOB_LIMIT_S
+from tests.support.shared import SHARED_LIMIT_S
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S + 60)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(SHARED_LIMIT_S)]
 
 MODULE = "tests.multiproc.elsewhere"
 

@@ -8,11 +8,10 @@ import pytest
 
 from star_hvd.coordinator.set_ledger import MOST_SETS
 from tests.multiproc.modes import LEAST_SWITCHES, WAYS, varied
-from tests.multiproc.modes_transmission import varied as varied_in_background
-from tests.support.launch import JOB_LIMIT_S
+from tests.support.shared import SHARED_LIMIT_S
 from tests.support.shared import facts_of as shared_facts
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S + 60)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(SHARED_LIMIT_S)]
 
 RANKS = 4
 CHECKPOINTS = ("checkpoint:ps(2)", "checkpoint:grouped(2)", "checkpoint:subgroup(0,1,2)", "checkpoint:local(4)")
@@ -24,11 +23,7 @@ FIXED = (
 FIXED += ("ps(dynamic)", "grouped(2)")
 SUMMED = ("summed:local(2)", "summed:ps(2)", "summed:partial(3)")
 COUNTED = ("counted:local(0.2s)",)
-BACKGROUND = ("local(5)", "local(0.2s)", "checkpoint:local(4)", "ssgd", "ps(2)", "ps(backup=1)", "checkpoint:ps(2)")
-BACKGROUND += (*COUNTED, "reload:ps(2)", "subgroup(0,1,2)", "checkpoint:subgroup(0,1,2)", "switch:3:30:slow")
-TRANSMISSION = ("switch:11:30:slow",)
 SWITCHING = ("switch:3:30:slow", "switch:7:30:even")
-
 
 # Those that share a job. What counts servers or sets comes first in it.
 TOGETHER = (("beforehand", *FIXED, *SUMMED), ("many_sets", *CHECKPOINTS, *RELOADED, *COUNTED, *SWITCHING))
@@ -96,31 +91,6 @@ def test_random_switches(name: str) -> None:
     # 30 are asked for (`make stress`: 70); a busy machine may get to fewer, a job that hangs ends without any result.
     assert len(seen) > LEAST_SWITCHES, f"only {len(seen)} switches: {seen[-5:]}"
     assert varied(seen), f"too few kinds of modes: {seen}"
-
-
-@pytest.mark.parametrize("name", BACKGROUND)
-def test_with_transfers_behind_compute_replicas_are_equal_where_ranks_meet(name: str) -> None:
-    facts = facts_of(BACKGROUND, name, "tests.multiproc.modes_background")
-    check(facts)
-    if name.startswith("reload"):
-        check_reloaded(facts)
-    elif name.startswith("counted"):
-        check_counted(facts)
-    elif name.startswith("checkpoint"):
-        assert len({rank["loaded"] for rank in facts}) == 1 and all(rank["same"] for rank in facts)
-    elif name.startswith("switch"):
-        assert len(facts[0]["seen"]) > LEAST_SWITCHES
-    else:
-        assert all(rank["modes"] != ["sync"] and rank["state"] == 4 for rank in facts)
-
-
-@pytest.mark.parametrize("name", TRANSMISSION)
-def test_switches_between_variants_that_send_behind_compute_and_those_that_do_not(name: str) -> None:
-    facts = facts_of(TRANSMISSION, name, "tests.multiproc.modes_transmission")
-    check(facts)
-    seen = facts[0]["seen"]
-    assert len(seen) > LEAST_SWITCHES
-    assert varied_in_background(seen), seen
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.multiproc.test_modes import facts_of
-from tests.support.launch import JOB_LIMIT_S
+from tests.support.shared import SHARED_LIMIT_S
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(2 * JOB_LIMIT_S + 60)]
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(SHARED_LIMIT_S)]
 
 PLAIN = ("partial(3)", "partial(1)", "subgroup(0,1,2)", "subgroup(1,2)", "local(3)", "grouped(2)", "ps(1)", "ps(3)")
 PLAIN += ("ssp(2)", "switching")

@@ -3,17 +3,23 @@
 Starting a job takes longer than most scenarios, so scenarios without side effects run one after another. The program
 reports `{"facts": {scenario: ...}, "running": scenario}` (see `launch.write_result`) and takes the names of the
 scenarios as its arguments. If a job ends early, another one runs the scenarios after the one at which it ended; not if
-it had to be ended because it hung.
+it had to be ended because it hung. How long a job may take goes by the number of its scenarios.
 """
 
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
-from tests.support.launch import DeadlineMissed, JobResult, run_job
+from tests.support.launch import JOB_LIMIT_S, DeadlineMissed, JobResult, run_job
 
-__all__ = ["facts_of"]
+__all__ = ["SHARED_LIMIT_S", "facts_of"]
+
+SCENARIO_S, MOST_S = 60.0, 1200.0  # For each scenario of a job, on the busiest machine; for all of a job.
+ALL_S = 1400.0  # For the jobs of one group of scenarios, of which the first test waits for all.
+SHARED_LIMIT_S = ALL_S + 60.0
+"""The time limit of such a test; below the `faulthandler_timeout` of pyproject.toml."""
 
 
 def facts_of(module: str, names: tuple[str, ...], name: str, *, ranks: int, noted: str = "") -> list[dict[str, Any]]:
@@ -45,13 +51,18 @@ def _running(job: JobResult) -> list[str]:
     return [result.get("running", "") for result in job.results]
 
 
+def _limit_s(scenarios: int, end_s: float) -> float:
+    """Return how long a job with so many scenarios may take, where all of its group end by `end_s`."""
+    return min(max(JOB_LIMIT_S, SCENARIO_S * scenarios), MOST_S, max(1.0, end_s - time.monotonic()))
+
+
 @functools.cache
 def _jobs(module: str, names: tuple[str, ...], ranks: int) -> list[JobResult]:
     jobs: list[JobResult] = []
-    left = names
+    left, end_s = names, time.monotonic() + ALL_S
     while left:
         try:
-            jobs.append(run_job(module, *left, ranks=ranks))
+            jobs.append(run_job(module, *left, ranks=ranks, timeout_s=_limit_s(len(left), end_s)))
         except DeadlineMissed as missed:
             jobs.append(missed.result)
             break  # Each further job that hangs would take as long.

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
+import math
 import os
 import tempfile
 import time
@@ -16,7 +18,7 @@ from pathlib import Path
 
 __all__ = ["job_slot"]
 
-LONGEST_S = 900.0  # A job that hangs is ended within this; then a worker goes on without a slot.
+LONGEST_S = 1500.0  # A test whose job hangs is ended within this; then a worker goes on without a slot.
 _LOOK_S = 0.1
 _PLACE = Path(tempfile.gettempdir()) / f"star-test-slots-{os.getuid()}"  # A slot is a byte of it, and may be locked.
 
@@ -27,11 +29,25 @@ def job_slot(longest_s: float = LONGEST_S) -> Iterator[bool]:
 
     The system frees the slots of a process that dies.
     """
-    slots, limit_s = range(1 + len(os.sched_getaffinity(0))), time.monotonic() + longest_s
+    slots, limit_s = range(1 + _cores()), time.monotonic() + longest_s
     with _PLACE.open("w") as place:
         while not (held := any(_lock(place.fileno(), slot) for slot in slots)) and time.monotonic() < limit_s:
             time.sleep(_LOOK_S)
         yield held
+
+
+@functools.cache
+def _cores() -> int:
+    """Return the whole cores that this machine's tests may use: a container may have a quota below its processors."""
+    # Here, since the process that only hands out the tests needs no torch.
+    from star_hvd.telemetry.headroom import limiting, quota_cores
+    from star_hvd.telemetry.resources import cgroup_directory
+
+    usable, quota = len(os.sched_getaffinity(0)), math.inf
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        cgroup = cgroup_directory()
+        quota = quota_cores(limiting(cgroup)) if cgroup is not None else math.inf
+    return max(1, int(min(usable, quota)))
 
 
 def _lock(place: int, slot: int) -> bool:
