@@ -82,7 +82,7 @@ docs: docs-venv
 test: setup
 	$(BIN)/ruff check .
 	@$(BIN)/mypy --strict star_hvd scheduler star_hvd_command.py & types=$$!; status=0; \
-	  $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 1 --durations=25 $(PYTEST_ARGS) || status=$$?; \
+	  $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 4 --durations=25 $(PYTEST_ARGS) || status=$$?; \
 	  wait $$types || { echo "mypy found errors, see above" >&2; status=1; }; exit $$status
 
 test-quick: lint
