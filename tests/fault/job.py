@@ -97,7 +97,7 @@ def throw_garbage() -> None:
     peer = run.keyring.peers[run.rank]
     for port in {peer.control_port, peer.tensor_port} - {0}:
         for junk in (b"GET / HTTP/1.1\r\n\r\n", bytes(range(256)) * 100, b"\xff" + bytes(9) + b"\x7f" + bytes(60)):
-            with socket.create_connection((peer.host, port), timeout=5.0) as raw:
+            with socket.create_connection((peer.host, port), timeout=60.0) as raw:
                 try:
                     raw.sendall(junk)
                 except OSError:

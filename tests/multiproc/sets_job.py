@@ -17,7 +17,7 @@ from tests.support.launch import write_result
 from tests.support.signals import await_marks, freeze, mark, marked
 
 DEADLINE_S = 240.0
-FROZEN_AT_MOST_S = 30.0
+FROZEN_AT_MOST_S = 120.0  # Horovod gives a rank up after 180 s.
 TRIALS = 3
 BEATS = 20  # Of a thread that sleeps 10 ms between two.
 

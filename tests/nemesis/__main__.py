@@ -109,7 +109,7 @@ def run(seed: int, mode: str, strikes: list[tuple[str, str]]) -> Outcome:
             finally:
                 if job.poll() is None:
                     job.terminate()
-                    job.wait(20.0)
+                    job.wait(60.0)
         outcome.output = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
     outcome.elapsed_s = time.monotonic() - began_s
     return outcome

@@ -177,7 +177,7 @@ class Proxy:
         """Reset everything and end the thread."""
         self._stop.set()
         self._ring()
-        self._thread.join(10.0)
+        self._thread.join(90.0)
         assert not self._thread.is_alive(), "the proxy did not end"
         for end in self._bell:
             os.close(end)
@@ -225,7 +225,7 @@ class Proxy:
                 return
             try:
                 # From the client's own address, by which the job's connections are known.
-                server = socket.create_connection(self._target, 5.0, source_address=(address, 0))
+                server = socket.create_connection(self._target, 60.0, source_address=(address, 0))
             except OSError:
                 client.close()
                 return

@@ -22,7 +22,7 @@ options.keep_alive(router)
 port = router.bind_to_random_port("tcp://127.0.0.1")
 
 def heard():
-    assert router.poll(20_000)
+    assert router.poll(60_000)
     return router.recv_multipart()
 
 def frame(body, command=False):
@@ -49,7 +49,7 @@ old.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 old.close()  # With a reset.
 time.sleep(0.5)
 router.send_multipart([b"rank 1", b"answer"])
-assert new.poll(20_000) and new.recv() == b"answer"
+assert new.poll(60_000) and new.recv() == b"answer"
 new.send(b"end")
 assert heard() == [b"rank 1", b"end"]
 context.destroy(linger=0)

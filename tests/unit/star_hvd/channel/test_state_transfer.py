@@ -174,9 +174,9 @@ def test_fetching_in_chunks() -> None:
         server = TensorServer(router, found, 4096)
         server.start()
         try:
-            got = fetch(client, 0, 2, 20.0)
+            got = fetch(client, 0, 2, 60.0)
             assert got is not None and same(got, snapshot)
-            assert fetch(client, 0, 3, 20.0) is None, "it is behind itself"
+            assert fetch(client, 0, 3, 60.0) is None, "it is behind itself"
             for _ in range(30):  # One after the other, without a pause: the server must not mix up the connections.
                 got = fetch(client, 0, 2, 60.0)
                 assert got is not None and got.step == 7
@@ -377,7 +377,7 @@ def test_a_server_that_cannot_pack_says_so_at_once() -> None:
     with two_rings() as (_, client, router, _):
         server = TensorServer(router, lambda engine, state_too, least: Snapshot(0, [], [{"x": object()}]), 4096)
         server.start()
-        assert fetch(client, 0, 0, 20.0) is None
+        assert fetch(client, 0, 0, 60.0) is None
         server.stop()
 
 
@@ -392,7 +392,7 @@ def test_malformed_requests_are_counted_and_the_next_one_is_served() -> None:
         while server.malformed < 4 and time.monotonic() < limit_s:
             time.sleep(0.01)
         assert server.malformed == 4
-        assert fetch(client, 0, 0, 20.0) is not None
+        assert fetch(client, 0, 0, 60.0) is not None
         socket.close(linger=0)
         server.stop()
 

@@ -515,7 +515,7 @@ def test_a_gradient_on_its_way_that_fails_at_the_end_of_the_mode_counts_as_dropp
 
         def push(self, flats: Any, version: int) -> int:
             pushing.set()
-            assert closing.wait(30.0)
+            assert closing.wait(60.0)
             raise ChannelError("the parent is gone")
 
     def close(sender: LateSender, deadline_s: float, original: Any = LateSender.close) -> Any:
@@ -532,7 +532,7 @@ def test_a_gradient_on_its_way_that_fails_at_the_end_of_the_mode_counts_as_dropp
     for number in range(3):
         counters.produced_weight += engine.own.weight
         steps.step(skip=False)
-        assert number or pushing.wait(30.0)
+        assert number or pushing.wait(60.0)
     assert counters.produced_weight == 0.0, "they are the parent's"
     steps.exit()
     assert (counters.drops, counters.dropped_weight) == (1, engine.own.weight)

@@ -300,7 +300,7 @@ def test_a_forked_process_keeps_the_parameters_that_it_has(how: str, monkeypatch
     def hold() -> None:
         with rank.engine.replica.apply_lock:
             locked.set()
-            ended.wait(DEADLINE_S)
+            ended.wait(2.0 * DEADLINE_S)  # Longer than the child may take.
 
     def child() -> list[torch.Tensor]:
         if how == "forward":
@@ -315,7 +315,7 @@ def test_a_forked_process_keeps_the_parameters_that_it_has(how: str, monkeypatch
         assert locked.wait(DEADLINE_S)
         monkeypatch.setattr(os, "getpid", lambda: parent + 1)
         try:
-            kept = others.submit(child).result(timeout=10.0)
+            kept = others.submit(child).result(timeout=DEADLINE_S)
         finally:
             ended.set()
             for event in rank.client.here:

@@ -53,7 +53,7 @@ def test_signals_to_all_processes_of_a_job_end_no_server() -> None:
             assert server.poll() is None
             assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == blocked
             server.kill()
-            assert server.wait(20.0) == -signal.SIGKILL
+            assert server.wait(60.0) == -signal.SIGKILL
     finally:
         ready.set()
         forker.stop()
