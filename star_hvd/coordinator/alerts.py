@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Collection, Sequence
 
 from scheduler.diagnosis.machine import MachineStats, machine_evidence
@@ -12,6 +13,7 @@ from scheduler.diagnosis.stragglers import Straggler
 from scheduler.records import Window
 from scheduler.rules.step_closing import Close, ClosingRule
 from star_hvd.config import Config
+from star_hvd.coordinator.switch import Switch
 
 __all__ = ["Alerts", "EndAlert"]
 
@@ -34,6 +36,7 @@ class Alerts:
         self._waiting_since_s: float | None = None
         self._stall_logged_s = 0.0
         self._warned_of_uneven_loops = False
+        self._draining_id, self._draining_since_s = -1, math.inf  # The plan that servers drain for; infinite: warned.
 
     def stragglers(
         self, window: Window, found: Sequence[Straggler], machines: Sequence[MachineStats], now_s: float
@@ -78,6 +81,25 @@ class Alerts:
                 order.step,
                 list(order.missing),
                 self._config.quorum_deadline_s,
+            )
+
+    def draining(self, switch: Switch | None, now_s: float) -> None:
+        """Warn once of servers that drain for a long time; the plan that they drain for cannot be abandoned."""
+        if switch is None or not switch.irrevocable:
+            return
+        if switch.plan.plan_id != self._draining_id:
+            self._draining_id, self._draining_since_s = switch.plan.plan_id, now_s
+        waited_s = now_s - self._draining_since_s
+        if waited_s >= self._config.stall_warning_s:
+            self._draining_since_s = math.inf
+            logger.warning(
+                "%s (plan %d) has been waiting for %.0f s for the last update of the servers of %s, on ranks %s; see "
+                "their logs",
+                switch.plan.label,
+                switch.plan.plan_id,
+                waited_s,
+                switch.active.label,
+                list(switch.active.servers),
             )
 
     def stall(self, rule: ClosingRule, now_s: float) -> float | None:

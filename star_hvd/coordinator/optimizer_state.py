@@ -420,6 +420,7 @@ class OptimizerState:
         if self._switch is not None and self._switch.overdue(self.rule.step, now_s):
             missed = "some rank did not switch to it" if self._switch.prepared else "not all ranks prepared it"
             self._block_mode(f"{missed} within {self._config.plan_deadline_s:g} s", now_s)
+        self._alerts.draining(self._switch, now_s)
         self._note_others(now_s)
         self._maybe_return_to_sync(now_s)
         if self._restarting and self._switch is None:

@@ -14,7 +14,7 @@ from scheduler.records import Plan, StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.leases import LeaseAsk
 from star_hvd.channel.messages.shares import Feeds
-from star_hvd.channel.messages.switch import Prepared
+from star_hvd.channel.messages.switch import Drained, Prepared
 from tests.support.job_states import Job, only
 
 
@@ -221,3 +221,25 @@ def test_an_optimizer_holds_up_no_rank_once_all_have_dropped_it() -> None:
         job.say(rank, m.OptimizerDropped(1, 0, False, True))
     assert 1 in job.state.optimizers, "its last step is in flight"
     assert not job.engine.several
+
+
+def test_servers_that_do_not_drain_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The plan that they drain for cannot be abandoned, so nothing else would say why the job stands still."""
+    job = Job(3)
+    job.register(Plan.ps(3, 2, servers=(1,)))
+    for rank in range(3):
+        job.say(rank, Prepared(0, 1))
+        job.arrive(rank, 9, plan_id=1)
+    job.engine.publish(Plan.grouped(3, [(0, 1), (2,)]).replace(servers=(1,)), job.now_s)
+    job.pass_time(30.0)
+    assert "has been waiting" not in caplog.text, "they are still being prepared"
+    for rank in range(3):
+        job.say(rank, Prepared(0, 2))
+    job.pass_time(5.0)
+    assert "last update" not in caplog.text
+    for _ in range(20):
+        job.pass_time(1.0)
+    told = [text for text in caplog.messages if "last update" in text]
+    assert len(told) == 1 and "(plan 2)" in told[0] and "servers of ps(2), on ranks [1]" in told[0]
+    job.say(1, Drained(0, 2, 30))
+    assert job.engine.active.mode == "grouped"
