@@ -20,6 +20,7 @@ buckets and header, and `header_timing.py` decides when the header is sent.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -47,6 +48,8 @@ from star_hvd.errors import ReplicaMismatchError, StarError
 from star_hvd.locks import ordered_rlock
 
 __all__ = ["StepEngine"]
+
+logger = logging.getLogger("star_hvd")
 
 _DEVICE_POLL_S = 0.0003
 
@@ -645,12 +648,20 @@ class StepEngine:
             return f"op=Sum needs the gradients of all ranks in every step, which mode {plan.mode} does not have"
         return None
 
-    def fail(self, error: BaseException) -> None:
-        """Stop: every later call raises `error`."""
+    def fail(self, error: BaseException, *, unseen: bool = False) -> None:
+        """Stop: every later call raises `error`.
+
+        Args:
+            error: Why.
+            unseen: Whether to log it: a thread without a caller found it, and the program may make no later call.
+        """
         with self.lock:
-            if self.failure is None:
+            first = self.failure is None
+            if first:
                 self.failure = error
             self._changed()
+        if first and unseen:
+            logger.error("rank %d: %s", self.rank, error, exc_info=error)
 
     def drop_pending(self) -> None:
         """Count the gradients that still wait for a step as dropped: none follows, or one on other parameters."""
@@ -727,7 +738,8 @@ class StepEngine:
                 ReplicaMismatchError(
                     f"parameters differ between ranks at step {step.number}, compared after a switch; call "
                     "hvd.broadcast_parameters before training and change parameters on all ranks alike"
-                )
+                ),
+                unseen=step.owner == "helper",
             )
         if self.plan is not before:
             self._exchange.plan_taken()

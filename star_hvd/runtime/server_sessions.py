@@ -379,7 +379,9 @@ class ServerSessions:
         elif kind == "refused":
             self._send(ModeUnsupported(optimizer_id, event["plan_id"], event["reason"]))
         elif kind == "failed":
-            self._fail(optimizer_id, StarError(f"the parameter server of rank {self._rank} failed: {event['reason']}"))
+            error = StarError(f"the parameter server of rank {self._rank} failed: {event['reason']}")
+            logger.error("%s", error)  # The program may make no later call, which would raise it.
+            self._fail(optimizer_id, error)
         elif kind == "died" and not self._stopped:
             logger.error(
                 "rank %d: its parameter server died (exit code %s) and is started again from its copy",
