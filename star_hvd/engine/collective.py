@@ -112,6 +112,7 @@ def wait_all(
     what: str,
     look: Callable[[], bool] | None = None,
     wait: WaitTime | None = None,
+    first: int = 0,
 ) -> None:
     """Wait for operations to end, and collect them.
 
@@ -119,14 +120,15 @@ def wait_all(
         collective: The collective that runs the operations.
         handles: The operations.
         deadline_s: Longest wait.
-        what: Their purpose, for the error.
+        what: Their purpose, for the error and, unless `wait` is given, for the log.
         look: Called again and again while waiting, until it returns False.
         wait: The wait that this is a part of, to which the deadline applies; this alone if None.
+        first: The first of the ranks that take part, in whose log Horovod names those that are missing.
 
     Raises:
         DeadlineError: They did not end within `deadline_s`.
     """
-    wait = wait or WaitTime()
+    wait = wait or WaitTime(what=what)
     for handle in handles:
         while not collective.wait(handle, _SLICE_S if look is None else _LOOK_S):
             if look is not None and not look():
@@ -134,7 +136,7 @@ def wait_all(
             if wait.count() > deadline_s:
                 raise DeadlineError(
                     f"{what} did not end within {deadline_s:g} s; some rank did not take part. "
-                    "See which one in the log of rank 0, or raise Config.step_deadline_s"
+                    f"See which one in the log of rank {first}, or raise Config.step_deadline_s"
                 )
         collective.finish(handle)
 

@@ -17,6 +17,7 @@ import torch
 
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["Arrivals", "ArrivingParameters", "Gates"]
 
@@ -41,6 +42,7 @@ class Arrivals(Protocol):
 
     def wait_bucket(self, index: int, deadline_s: float) -> None: ...
     def finish(self, deadline_s: float) -> int: ...
+    def describe(self) -> str: ...
 
 
 class ArrivingParameters:
@@ -146,14 +148,15 @@ class ArrivingParameters:
     def _until(self, wait: Callable[[], None]) -> None:
         began_s = time.monotonic()
         try:
-            self._look_until(wait, began_s + self._deadline_s)
+            self._look_until(wait)
         finally:
             if threading.get_ident() == self._stepper:
                 waited_s = time.monotonic() - began_s
                 self._waited_s += waited_s
                 self._on_wait(waited_s)
 
-    def _look_until(self, wait: Callable[[], None], limit_s: float) -> None:
+    def _look_until(self, wait: Callable[[], None]) -> None:
+        waited = WaitTime(self._look_s, self._missing)
         while True:
             if self._engine.failure is not None:
                 raise self._engine.failure
@@ -161,8 +164,11 @@ class ArrivingParameters:
                 return wait()
             except DeadlineError:
                 self._check_ranks()
-                if time.monotonic() > limit_s:
+                if waited.count() > self._deadline_s:
                     raise
+
+    def _missing(self) -> str:
+        return f"parameters of {self._engine.plan.label} ({self._client.describe()})"
 
     def _write(self, index: int) -> None:
         replica, bucket = self._engine.replica, self._engine.applier.buckets[index]

@@ -20,6 +20,7 @@ from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError
 from star_hvd.locks import ordered_lock
 from star_hvd.modes.ps_worker import Client, Outcome, ServerSteps
+from star_hvd.telemetry.wait_time import WaitTime
 from star_hvd.threads import supervised
 
 __all__ = ["GroupSteps"]
@@ -27,6 +28,7 @@ __all__ = ["GroupSteps"]
 _IDLE_S, _LONGEST_IDLE_S = 0.005, 0.1
 """Pause of a proxy while its whole group is inactive. It doubles, so that a member that becomes active waits for the
 others' proxies hardly longer than the group was inactive, and at most a tenth of a second."""
+_SLICE_S = 1.0  # Of a wait for another thread of this rank.
 _KINDS = ("params", "moved", "dropped", "idle")
 
 
@@ -72,15 +74,21 @@ class GroupSteps(ServerSteps):
         Raises:
             DeadlineError: The other thread's step did not end.
         """
-        if not self._one_at_a_time.acquire(timeout=self._deadline_s):
-            raise DeadlineError(
-                f"rank {self._engine.rank}: the step of the group of ranks {self._ranks} before this one did not end "
-                f"within {self._deadline_s:g} s; see the log of rank 0 for the member or server that is missing"
-            )
+        wait = WaitTime(_SLICE_S, self._step_before)
+        while not self._one_at_a_time.acquire(timeout=min(_SLICE_S, self._deadline_s)):
+            if wait.count() >= self._deadline_s:
+                raise DeadlineError(
+                    f"rank {self._engine.rank}: {self._step_before()} did not end within {self._deadline_s:g} s; see "
+                    f"the log of rank {min(self._ranks)} for the member that is missing, or that of rank 0 for the "
+                    "server"
+                )
         try:
             yield
         finally:
             self._one_at_a_time.release()
+
+    def _step_before(self) -> str:
+        return f"the step of the group of ranks {self._ranks} before this one"
 
     def _group_step(
         self, flats: list[torch.Tensor], weights: Sequence[float] | None = None, *, reads: bool = False
@@ -172,7 +180,8 @@ class GroupSteps(ServerSteps):
         assert self._collective is not None
         prefix = self._engine.prefix
         handles = [self._collective.submit(f"{prefix}.{name}", tensor) for name, tensor in items]
-        wait_all(self._collective, handles, self._deadline_s, f"a step of the group of ranks {self._ranks}")
+        what = f"a step of the group of ranks {self._ranks}"
+        wait_all(self._collective, handles, self._deadline_s, what, first=min(self._ranks))
 
     def set_inactive(self, inactive: bool) -> None:
         """While inactive, have a proxy contribute zeros to the group's steps.
@@ -200,8 +209,19 @@ class GroupSteps(ServerSteps):
             super().confirm_inactive()
 
     def drain(self) -> None:
-        """Contribute zeros until the leader has learned of the mode's end."""
+        """Contribute zeros until the leader has learned of the mode's end.
+
+        Raises:
+            DeadlineError: It has not.
+        """
+        wait = WaitTime(what=f"rank {self._ranks[0]} to end the group of ranks {self._ranks}")
         while not self.over and self._engine.failure is None:
+            if wait.count() >= self._deadline_s:
+                raise DeadlineError(
+                    f"rank {self._engine.rank}: the group of ranks {self._ranks} did not end within "
+                    f"{self._deadline_s:g} s; rank {self._ranks[0]}, which leads it, has not learned of the mode's "
+                    "end: see its log"
+                )
             with self._turn():
                 outcome = self._group_step([b.new_flat() for b in self._engine.applier.buckets])
             if outcome.kind == "idle":
@@ -214,17 +234,23 @@ class GroupSteps(ServerSteps):
         """
         self._shutting_down = True
         self._woken.set()
-        if self._proxy is not None:
-            self._proxy.join(self._deadline_s)
-            if self._proxy.is_alive():
-                raise DeadlineError(
-                    f"the group of ranks {self._ranks} did not end within {self._deadline_s:g} s; some member has not "
-                    "closed its optimizer. See which one in the log of rank 0, or raise Config.step_deadline_s"
-                )
+        if self._proxy is not None and not self._join(self._proxy):
+            raise DeadlineError(
+                f"the group of ranks {self._ranks} did not end within {self._deadline_s:g} s; some member has not "
+                f"closed its optimizer. See which one in the log of rank {min(self._ranks)}, or raise "
+                "Config.step_deadline_s"
+            )
+
+    def _join(self, proxy: threading.Thread) -> bool:
+        """Wait for a proxy to end; return whether it has."""
+        wait = WaitTime(_SLICE_S, f"the last step of the group of ranks {self._ranks}")
+        while proxy.is_alive() and wait.count() < self._deadline_s:
+            proxy.join(min(_SLICE_S, self._deadline_s))
+        return not proxy.is_alive()
 
     def _take_part(self, before: threading.Thread | None) -> None:
         if before is not None:  # The previous proxy may still be in a step, and would continue with the next.
-            before.join(self._deadline_s)
+            self._join(before)
         with self._engine.streams.own():
             self._contribute_nothing()
 
@@ -241,7 +267,7 @@ class GroupSteps(ServerSteps):
                     self._woken.wait(pause_s)  # Outside the turn: this rank's next step need not wait for it.
                     pause_s = min(_LONGEST_IDLE_S, 2.0 * pause_s)
         except Exception as error:
-            self._engine.fail(error)
+            self._engine.fail(error, unseen=True)
 
     def catch_up(self) -> None:
         """Get the newest parameters, together with the group."""

@@ -26,6 +26,7 @@ from star_hvd.engine.records import Snapshot
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError, StarError
 from star_hvd.modes.arriving import ArrivingParameters, Gates
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["Client", "Outcome", "ServerSteps", "StepInfo"]
 
@@ -56,6 +57,7 @@ class Client(Protocol):
     def wait(self, deadline_s: float, *, whole: bool = True) -> Any: ...
     def wait_bucket(self, index: int, deadline_s: float) -> None: ...
     def finish(self, deadline_s: float) -> int: ...
+    def describe(self) -> str: ...
     def pull(
         self,
         deadline_s: float,
@@ -310,8 +312,8 @@ class ServerSteps:
         return self._await_reply()
 
     def _await_reply(self) -> Outcome:
-        limit_s = time.monotonic() + self._deadline_s
-        while time.monotonic() < limit_s:
+        wait = WaitTime(self._look_s, self._missing)
+        while wait.count() < self._deadline_s:
             if self._engine.failure is not None:
                 raise self._engine.failure
             try:
@@ -335,6 +337,9 @@ class ServerSteps:
             f"the parameter servers of {self._engine.plan.label} gave no parameters within {self._deadline_s:g} s; "
             "see the log of rank 0 for a server or a rank that is missing"
         )
+
+    def _missing(self) -> str:
+        return f"the parameter servers of {self._engine.plan.label} ({self.client.describe()})"
 
     def _account(
         self, flats: Sequence[torch.Tensor], weights: Sequence[float], version: int, outcome: Outcome

@@ -228,6 +228,11 @@ class Client:
         self._line.wait(lambda: push.answered, push.exchange, deadline_s)
         return self._line.take_answer(push).version
 
+    def describe(self) -> str:
+        """Describe what is missing of the answer to the push, for the log."""
+        push = self._line.push
+        return "no push is in flight" if push is None else push.exchange.describe()
+
     def wake(self) -> None:
         """Interrupt the current or the next `wait`."""
         self._woken = True

@@ -26,6 +26,7 @@ from star_hvd.ps.common.identities import worker_identity
 from star_hvd.ps.common.layout import Chunk, Layout
 from star_hvd.ps.common.wire import Header, Kind, pack, parts, raw, read_meta, unpack
 from star_hvd.ps.worker.exchange import Exchange, Reply, StateExchange
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["LOOK_S", "Line", "Push"]
 
@@ -190,7 +191,10 @@ class Line:
         """Request `exchange` and wait until it is complete; arguments and errors as of `wait`."""
         self.do("read", exchange)
         try:
-            self.wait(lambda: exchange.complete, exchange, deadline_s, check=check, look_s=look_s)
+            self.wait(
+                lambda: exchange.complete, exchange, deadline_s, check=check, look_s=look_s,
+                what=lambda: f"parameter servers ({exchange.describe()})",
+            )  # fmt: skip
         finally:
             self.do("end of read", exchange)
 
@@ -203,6 +207,7 @@ class Line:
         *,
         check: Callable[[], None] = lambda: None,
         look_s: float = LOOK_S,
+        what: str | Callable[[], str] = "",
     ) -> T:
         """Wait until `found`, called under `changed`, returns something true, and return that.
 
@@ -213,14 +218,15 @@ class Line:
             cause: The likely cause if that is exceeded.
             check: Called without a lock held during the wait; raises what makes it pointless.
             look_s: Interval between these calls.
+            what: As of `WaitTime`; empty where the caller's wait, of which this is a slice, is logged.
 
         Raises:
             DeadlineError: It took longer.
             ChannelError: The connection is closed or has failed.
         """
-        limit_s = time.monotonic() + deadline_s
-        while not (result := self._until(found, min(limit_s, time.monotonic() + look_s))):
-            if time.monotonic() >= limit_s:
+        wait = WaitTime(look_s, what)
+        while not (result := self._until(found, time.monotonic() + min(look_s, deadline_s - wait.passed_s))):
+            if wait.count() >= deadline_s:
                 raise DeadlineError(
                     f"rank {self.rank} waited {deadline_s:g} s for parameters; {exchange.describe()} ({cause})"
                 )

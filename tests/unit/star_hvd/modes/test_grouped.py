@@ -122,12 +122,12 @@ def member(
     kind: type[Any] = Member,
 ) -> Any:
     bucket = SimpleNamespace(new_flat=lambda: torch.zeros(4, dtype=dtype))
-    plan = Plan.grouped(len(ranks), [ranks]).replace(plan_id=1)
+    plan = Plan.grouped(1 + max(ranks), [tuple(range(min(ranks))), ranks] if min(ranks) else [ranks]).replace(plan_id=1)
     engine = SimpleNamespace(
         rank=rank, prefix="s", plan=plan, step=0, failure=None, applier=SimpleNamespace(buckets=[bucket]),
         streams=Streams([]),
     )
-    engine.fail = lambda error: setattr(engine, "failure", error)
+    engine.fail = lambda error, unseen=False: setattr(engine, "failure", error)
     if engines is not None:
         engines.append(engine)
     return kind(
@@ -386,3 +386,23 @@ def test_gradients_of_a_group_whose_leader_is_inactive_are_not_taken_for_stale()
     assert [each.damped for each in outcomes] == [0.0] * 20
     other.set_inactive(True)
     end([leader, other])
+
+
+def test_the_end_of_a_group_whose_leader_does_not_learn_of_it_has_a_deadline() -> None:
+    """A leader that is inactive and whose plan stays in force answers every step with "idle"."""
+    meeting, engines = Meeting(2), list[Any]()
+    leader = member(0, (0, 1), meeting, deadline_s=2.0, engines=engines)
+    other = member(1, (0, 1), meeting, deadline_s=0.3, engines=engines)
+    leader.set_inactive(True)
+    stopped = threading.Timer(20.0, lambda: engines[1].fail(DeadlineError("the test is over")))
+    stopped.start()
+    with pytest.raises(DeadlineError, match=r"rank 1: the group of ranks \(0, 1\) did not end within 0.3 s; rank 0"):
+        other.drain()
+    stopped.cancel()
+    leader.set_inactive(False)
+
+
+def test_a_step_of_a_group_without_rank_0_points_to_the_log_of_its_first_rank() -> None:
+    """Horovod names the missing ranks of a process set there."""
+    with pytest.raises(DeadlineError, match="log of rank 2"):
+        member(3, (2, 3), Meeting(2), deadline_s=0.2).exchange(torch.ones(4))

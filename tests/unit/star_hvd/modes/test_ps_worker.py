@@ -24,6 +24,8 @@ from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import DeadlineError, RankLostError, StarError
 from star_hvd.modes.ps_worker import Compressed, ServerSteps, StepInfo
 from star_hvd.ps.worker.exchange import Reply
+from star_hvd.telemetry import wait_time
+from star_hvd.telemetry.wait_time import warn_after
 from star_hvd.wrapper.forward_gates import ForwardGates
 from tests.support.world import Ears, Network, Port, World
 
@@ -66,6 +68,9 @@ class FakeClient:
     def wait_bucket(self, index: int, deadline_s: float) -> None:
         if not self.here[index].wait(deadline_s):
             raise DeadlineError("it did not come")
+
+    def describe(self) -> str:
+        return ""
 
     def release(self) -> None:
         self.released = True
@@ -499,6 +504,32 @@ def test_a_wait_for_servers_ends_as_a_rank_is_lost(gated: bool, monkeypatch: pyt
         else:
             rank.steps.step(skip=False)
     rank.steps.exit()  # Else traced modules of later tests wait at its gates.
+
+
+def test_servers_that_never_answer_are_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """`ssgd` and `ssp` wait for the push of a rank that is stuck in the user's code."""
+    rank, now_s = Rank(), 0.0
+    monkeypatch.setattr(wait_time, "time", SimpleNamespace(monotonic=lambda: now_s))
+    missing = "3 messages of servers [0, 2] are missing"
+
+    def wait(deadline_s: float, *, whole: bool = True) -> Reply:
+        nonlocal now_s
+        now_s += deadline_s
+        if now_s == 15.0:
+            rank.lost = RankLostError("rank 1 has left the job")
+        raise DeadlineError("no answer")
+
+    monkeypatch.setattr(rank.client, "wait", wait)
+    monkeypatch.setattr(rank.client, "describe", lambda: missing)
+    rank.backward(1.0)
+    warn_after(10.0, 4)
+    try:
+        with pytest.raises(RankLostError):
+            rank.steps.step(skip=False)
+    finally:
+        warn_after()
+    text = f"rank 4 has been waiting for the parameter servers of {rank.engine.plan.label} ({missing}) for 10 s"
+    assert caplog.messages == [text]
 
 
 def no_answer(deadline_s: float, *, whole: bool = True) -> Reply:

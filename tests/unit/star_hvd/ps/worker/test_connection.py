@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from scheduler.plan.plan import Plan
-from star_hvd.errors import ChannelError, RankLostError
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError
 from star_hvd.ps.common.auth import Endpoint
 from star_hvd.ps.common.wire import Header, Kind
 from star_hvd.ps.worker import client as client_module
 from star_hvd.ps.worker.connection import Line, Push
 from star_hvd.ps.worker.exchange import Exchange
+from star_hvd.telemetry.wait_time import warn_after
 from tests.support.ps_cluster import DEADLINE_S, Cluster, cluster, run_all
 from tests.unit.star_hvd.channel.test_channel import within
 
@@ -98,6 +99,36 @@ def test_nothing_is_kept_of_a_read_that_nobody_waits_for(lines: list[Line]) -> N
         client.pull(DEADLINE_S)
         client.pull(DEADLINE_S)  # What was queued before has been executed.
         assert len(lines[0].reads) <= 1
+
+
+@pytest.mark.parametrize("what", ["pull", "state"])
+def test_a_read_that_is_not_answered_is_logged_with_what_is_missing(
+    what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with cluster(Plan.ps(1, 1), seed=False) as made:  # There is no answer before the seed.
+        warn_after(0.05, 7)
+        try:
+            with pytest.raises(DeadlineError):
+                getattr(made.clients[0], what)(0.07, look_s=0.01)
+        finally:
+            warn_after()
+    (text,) = [text for text in caplog.messages if "has been waiting" in text]
+    assert text.startswith("rank 7 has been waiting for parameter servers (") and "missing" in text
+
+
+def test_a_wait_that_its_caller_repeats_is_not_logged_here(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(Plan.ps(1, 1), seed=False) as made:
+        client = made.clients[0]
+        assert client.describe() == "no push is in flight"
+        client.push(step=0, version=0, flats=made.gradients(0, 0), weight=1.0)
+        warn_after(0.01, 7)
+        try:
+            with pytest.raises(DeadlineError):
+                client.wait(0.05)
+        finally:
+            warn_after()
+        assert "of servers [0] are missing" in client.describe()
+    assert "has been waiting" not in caplog.text
 
 
 @pytest.mark.parametrize("what", ["pull", "state"])
