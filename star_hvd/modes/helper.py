@@ -104,10 +104,10 @@ class Helper:
                     continue
                 if not engine.helper_owns():
                     in_flight = None  # It waits for a device, to which the training thread's deadline applies.
-                in_flight = in_flight or WaitTime(_IDLE_S)
+                in_flight = in_flight or WaitTime(_IDLE_S, self._in_flight)
                 if in_flight.count() > self._step_deadline_s:
                     raise DeadlineError(
-                        f"step {engine.next_step - 1}, closed without this rank, did not end within "
+                        f"{self._in_flight()} did not end within "
                         f"{self._step_deadline_s:g} s; see the log of rank 0 for the rank that is missing"
                     )
                 if self.dropped:
@@ -115,7 +115,10 @@ class Helper:
                 else:
                     engine.await_helpers_step(_SLICE_S)
             except BaseException as error:  # The training thread raises it, since a helper has no caller.
-                engine.fail(error)
+                engine.fail(error, unseen=not self._stop.is_set())
+
+    def _in_flight(self) -> str:
+        return f"step {self._engine.next_step - 1}, closed without this rank,"
 
     def _has_work(self) -> bool:
         return self._stop.is_set() or (self.dropped and not self._carries_on) or self._engine.helper_has_work()

@@ -24,12 +24,14 @@ from star_hvd.errors import DeadlineError, RankLostError, StarError
 from star_hvd.locks import ordered_lock
 from star_hvd.modes import switch_protocol as protocol
 from star_hvd.modes.switch_machine import SwitchMachine
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["ModeSwitcher", "Services", "Steps"]
 
 logger = logging.getLogger("star_hvd")
 
 _POLL_S = 0.001
+_LOOK_S = 1.0  # Between two looks at whether a rank has left.
 
 
 class Steps(Protocol):
@@ -118,6 +120,10 @@ class Services(Protocol):
         Raises:
             StarError, RankLostError: This rank has failed, or another one has left: waiting longer is pointless.
         """
+        ...
+
+    def check_world(self, engine: StepEngine) -> None:
+        """Raise why a wait for another rank is pointless, if it is."""
         ...
 
 
@@ -331,7 +337,7 @@ class ModeSwitcher:
                 if self._engine.resume(plan, step) and self.active_mode is not None:
                     self.active_mode.wake()
             case protocol.Fail(reason):
-                self._engine.fail(StarError(reason))
+                self._engine.fail(StarError(reason), unseen=True)
             case _:
                 self._serve_or_step(each)
 
@@ -387,7 +393,7 @@ class ModeSwitcher:
         try:
             snapshot = self._source_of(ended).snapshot(ended.step, self._deadline_s)
         except (StarError, RankLostError) as error:  # The training thread raises it.
-            self._engine.fail(error)
+            self._engine.fail(error, unseen=True)
             return
         if snapshot is None:
             self._engine.fail(
@@ -396,7 +402,8 @@ class ModeSwitcher:
                     f"servers of {ended.plan.label} ended at step {ended.step} was not to be had within "
                     f"{self._deadline_s:g} s; see the logs of ranks {list(ended.plan.servers)}, which ran them, and "
                     "start again from the last checkpoint"
-                )
+                ),
+                unseen=True,
             )
             return
         self._services.seed(self._number, plan, lambda: snapshot)
@@ -444,11 +451,14 @@ class ModeSwitcher:
 
     def _await_plan(self, plan: Plan, session: int) -> None:
         """Wait: the servers may report their end before the coordinator announces where the next plan begins."""
-        limit_s = time.monotonic() + self._push_deadline_s
+        wait, checked_s = WaitTime(what=lambda: f"the plan that follows {plan.label} (plan {plan.plan_id})"), 0.0
         while self._is_current(session):
             if self._engine.failure is not None:
                 raise self._engine.failure
-            if time.monotonic() > limit_s:
+            if wait.count() >= checked_s + _LOOK_S:  # Who announces it may be gone, with rank 0 or its server.
+                checked_s = wait.passed_s
+                self._services.check_world(self._engine)
+            if wait.passed_s > self._push_deadline_s:
                 raise DeadlineError(
                     f"rank {self.rank}: {plan.label} (plan {plan.plan_id}) has ended, but within "
                     f"{self._push_deadline_s:g} s the coordinator did not announce the plan that follows; see the log "

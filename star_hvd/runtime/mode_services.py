@@ -227,7 +227,7 @@ class ModeServices:
             deadline_s=config.step_deadline_s,
             packer=driver.engine.wire.packer(),
             link_bytes_per_s=self._link_bytes_per_s,
-            check=functools.partial(self._check_world, driver.engine),
+            check=functools.partial(self.check_world, driver.engine),
         )
         return ChildSteps(
             driver.engine,
@@ -240,7 +240,7 @@ class ModeServices:
             background=plan.in_background(config.background),
         )
 
-    def _check_world(self, engine: StepEngine) -> None:
+    def check_world(self, engine: StepEngine) -> None:
         """Raise why a wait for another rank is pointless, if it is."""
         if engine.failure is not None:
             raise engine.failure
@@ -292,7 +292,7 @@ class ModeServices:
         driver = self._drivers.get(optimizer_id)
         if driver is None:
             return None
-        check = functools.partial(self._check_world, driver.engine)
+        check = functools.partial(self.check_world, driver.engine)
         snapshot = self.sessions.final_state(optimizer_id, plan, version, deadline_s, check)
         if snapshot is None and driver.engine.failure is not None:
             raise driver.engine.failure

@@ -73,7 +73,7 @@ from star_hvd.runtime.memory_limits import MemoryLimits
 from star_hvd.runtime.mode_services import ModeServices
 from star_hvd.runtime.model_loader import ModelLoader
 from star_hvd.telemetry.resources import gpu_identity
-from star_hvd.telemetry.wait_time import WaitTime
+from star_hvd.telemetry.wait_time import WaitTime, warn_after
 from star_hvd.telemetry.whereabouts import Whereabouts
 
 __all__ = ["Runtime", "current", "ensure", "on_reset", "shutdown"]
@@ -275,6 +275,7 @@ class Runtime:
 
     def start(self) -> None:
         """Exchange addresses and keys over Horovod and start the threads. Collective."""
+        warn_after(self.config.stall_warning_s, self.rank)
         if self.rank == 0:
             env.warn_misspelled()
         if self.rank == 0 and self.config.policy == "learned":
@@ -800,7 +801,7 @@ class Runtime:
         limit_s, finished = self.config.shutdown_deadline_s, False
         after_error = longest_s is not None and longest_s < limit_s
         limit_s = limit_s if longest_s is None else longest_s
-        if drain and self.trains and not any(d.failure for d in self.drivers.values()):
+        if drain and self.trains and not self._has_failed():
             try:
                 finished = self._drain(limit_s)
             except Exception as error:  # As above; servers may confirm nothing any more, for example.
@@ -821,6 +822,14 @@ class Runtime:
         self.keyring.close()
         if self._folder is not None:
             self._folder.close()
+        warn_after()
+
+    def _has_failed(self) -> bool:
+        """Whether an engine has failed, which is logged: the program, if it has ended, raises it no more."""
+        failure = next((driver.failure for driver in self.drivers.values() if driver.failure is not None), None)
+        if failure is not None:
+            logger.error("rank %d leaves without waiting for the others: %s", self.rank, failure)
+        return failure is not None
 
     def _drain(self, longest_s: float) -> bool:
         """Wait until all ranks have finished; return whether they have.
@@ -830,9 +839,9 @@ class Runtime:
         """
         self._meetings.finished()
         self.agent.send(messages.Finished(self.rank))
-        wait = WaitTime()
+        wait = WaitTime(what="all ranks to finish", lasts=True)
         while not self._bye.wait(0.2):
-            if any(d.failure for d in self.drivers.values()):
+            if self._has_failed():
                 return False
             if wait.count() > longest_s:
                 logger.error(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any, cast
 
+import pytest
 import torch
 
 from scheduler.records import Plan
@@ -66,3 +68,36 @@ def test_a_device_that_is_always_at_work_is_no_step_that_does_not_end() -> None:
         assert engine.failure is None
     finally:
         helper.stop(engine, 10.0)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_reduction_that_fails_in_the_helper_is_logged(stopped: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The program may make no later call that raises it; a helper that is told to end is waited for by nobody."""
+    params = [torch.nn.Parameter(torch.zeros(4))]
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    network = Network(1)
+    port, failed = Port(network, 0), threading.Event()
+    engine = StepEngine(
+        rank=0, plan=Plan.sync(1), applier=Applier(optimizer, torch.optim.SGD, pack(params, 1), HyperRow([])),
+        collective=port, listener=cast(Any, Listens()),
+    )  # fmt: skip
+    helper = Helper(0, lambda message, **options: None, 60.0, lambda: None)
+
+    def finish(handle: int) -> None:
+        if stopped:
+            helper.end()
+        failed.set()
+        raise RuntimeError("the link is gone")
+
+    port.finish = finish  # type: ignore[method-assign]
+    helper.start(engine)
+    try:
+        engine.set_inactive(True)
+        engine.close(0)
+        while not failed.wait(0.01) and engine.failure is None:
+            for name in network.ready():
+                network.end(name)
+    finally:
+        helper.stop(engine, 10.0)
+    assert str(engine.failure) == "the link is gone"
+    assert ("rank 0: the link is gone" in caplog.text) is not stopped

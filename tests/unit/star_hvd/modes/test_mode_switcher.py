@@ -25,6 +25,7 @@ from star_hvd.modes.driver import StepDriver
 from star_hvd.modes.mode_switcher import ModeSwitcher
 from star_hvd.modes.ps_worker import ServerSteps, StepInfo
 from star_hvd.modes.subgroup_child import ChildSteps
+from star_hvd.telemetry import wait_time
 from tests.support.world import World
 
 SYNC = Plan.sync(4)
@@ -67,7 +68,7 @@ class Engine:
     def leave_common_steps(self) -> None:
         """Parameters come from elsewhere."""
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, unseen: bool = False) -> None:
         self.failure = error
 
 
@@ -252,6 +253,24 @@ def test_the_end_of_a_mode_without_a_plan_that_follows_names_both_and_what_to_do
     made.services.made[2].over = True
     with pytest.raises(DeadlineError, match=r"ps\(3.*plan 2.*0\.05 s.*log of rank 0.*step_deadline_s"):
         made.switcher.leave()
+
+
+def test_a_rank_that_has_left_ends_the_wait_for_the_plan_that_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the one that would have announced it: rank 0, or that of the servers' primary."""
+
+    class Gone(Servers):
+        def check_world(self, engine: Any) -> None:
+            assert engine is made.engine
+            raise RankLostError("rank 1 has left the job")
+
+    made = Rank(3, services=Gone(), push_deadline_s=DEADLINE_S).under(SUBGROUP, SERVED)
+    made.switcher.enter()
+    made.services.made[2].over = True
+    clock = itertools.count()
+    monkeypatch.setattr(wait_time, "time", SimpleNamespace(monotonic=lambda: 0.4 * next(clock)))
+    with pytest.raises(RankLostError, match="rank 1"):
+        made.switcher.leave()
+    assert 3 <= next(clock) <= 6, "about a second"
 
 
 def test_a_step_ends_once_the_next_plan_is_announced() -> None:

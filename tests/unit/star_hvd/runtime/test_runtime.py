@@ -128,6 +128,18 @@ def test_a_run_that_a_reset_ends_has_not_finished(drain: bool, failure: Exceptio
     assert closed == [status]
 
 
+def test_a_rank_that_leaves_because_its_engine_failed_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """The failure may have been found behind the program's last call, which would have raised it."""
+    leaving = Leaving(Parts())
+    failure = StarError("the reduction of step 7 failed")
+    driver = SimpleNamespace(
+        engine=SimpleNamespace(failure=failure), failure=failure, reporter=SimpleNamespace(log=None), stop=lambda: None
+    )
+    leaving.drivers[0] = cast(Any, driver)
+    leaving.stop(drain=True)
+    assert caplog.messages == ["rank 0 leaves without waiting for the others: the reduction of step 7 failed"]
+
+
 @pytest.mark.parametrize("all_end", [False, True])
 @pytest.mark.parametrize("error", [None, ValueError("diverged"), SystemExit(0)])
 def test_a_shutdown_within_the_handling_of_an_error_waits_for_a_minute_at_most(
