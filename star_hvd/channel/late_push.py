@@ -29,6 +29,7 @@ from star_hvd.channel.keys import Keyring
 from star_hvd.channel.state_transfer import LOOK_S, PUSH_MAGIC, Caller, PacedReplies, ask, next_due_s
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = [
     "MAX_PROBE_BYTES",
@@ -122,7 +123,7 @@ class ParentLink:
             DeadlineError: The parent did not answer in time.
         """
         began_s = time.monotonic()
-        limit_s = began_s + self._deadline_s
+        wait = WaitTime(LOOK_S, lambda: f"rank {self.parent} to take a late gradient", lasts=True)
         self._pushes += 1
         body = self._packer.pack(flats) if self._packer is not None else _as_they_are(flats)
         up = self._up
@@ -132,7 +133,7 @@ class ParentLink:
         attempt = 0
         while True:
             sent_s = time.monotonic()
-            contained = self._answer(limit_s) if self._send(body, version, attempt, pace) else None
+            contained = self._answer(wait) if self._send(body, version, attempt, pace, wait) else None
             if contained is not None:
                 now_s = time.monotonic()
                 if up is not None:
@@ -142,12 +143,12 @@ class ParentLink:
                 if self._packer is not None and not measures:  # The time of a measuring push is not comparable.
                     self._packer.took(now_s - began_s)
                 return contained
-            self._check_limit(limit_s)
+            self._check_limit(wait)
             self._caller.close()  # With what it has queued of this attempt.
             self._caller = self._connect()
             attempt += 1
 
-    def _send(self, body: bytes, version: int, attempt: int, pace: float) -> bool:
+    def _send(self, body: bytes, version: int, attempt: int, pace: float, wait: WaitTime) -> bool:
         """Send a push. Return whether its connection held: if not, the parent has no use for the rest."""
         size = pacing.chunk_bytes(pace, self._chunk_bytes)
         due_s = time.monotonic()
@@ -159,15 +160,16 @@ class ParentLink:
             if pace:
                 due_s = next_due_s(due_s, len(part), pace)
                 time.sleep(max(0.0, due_s - time.monotonic()))
+            wait.count()
             if self._caller.reopened():
                 return False
         return True
 
-    def _answer(self, limit_s: float) -> int | None:
+    def _answer(self, wait: WaitTime) -> int | None:
         """Return the answer to the last push, None if its connection broke."""
         while True:
-            self._check_limit(limit_s)
-            frames = self._caller.wait(min(limit_s, time.monotonic() + LOOK_S))
+            self._check_limit(wait)
+            frames = self._caller.wait(time.monotonic() + min(LOOK_S, self._deadline_s - wait.passed_s))
             if frames is None:
                 if self._caller.reopened():
                     return None
@@ -177,8 +179,8 @@ class ParentLink:
                 if magic == _MAGIC and push == self._pushes:
                     return int(contained)
 
-    def _check_limit(self, limit_s: float) -> None:
-        if time.monotonic() >= limit_s:
+    def _check_limit(self, wait: WaitTime) -> None:
+        if wait.count() >= self._deadline_s:
             raise DeadlineError(
                 f"rank {self.parent} did not accept a late gradient within {self._deadline_s:g} s; see its log, or "
                 "raise Config.step_deadline_s"
@@ -195,10 +197,9 @@ class ParentLink:
         Raises:
             DeadlineError: The parent's answer was not complete within the deadline.
         """
-        limit_s = time.monotonic() + self._deadline_s
         pace = None if awaited or state_too else self._down
         return ask(
-            self._caller, self.parent, self._optimizer_id, limit_s, state_too=state_too, min_step=min_step,
+            self._caller, self.parent, self._optimizer_id, self._deadline_s, state_too=state_too, min_step=min_step,
             pace=pace, check=self._check,
         )  # fmt: skip
 

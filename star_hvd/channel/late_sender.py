@@ -18,9 +18,12 @@ import torch
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
 from star_hvd.locks import ordered_condition
+from star_hvd.telemetry.wait_time import WaitTime
 from star_hvd.threads import supervised
 
 __all__ = ["LateSender", "Sent", "Sum"]
+
+_SLICE_S = 1.0  # Longest wait in `flush` without another look at its deadline.
 
 
 class Link(Protocol):
@@ -137,16 +140,24 @@ class LateSender:
         Raises:
             DeadlineError: It was not sent within `deadline_s`.
         """
-        limit_s = time.monotonic() + deadline_s
+        wait = WaitTime(_SLICE_S, "the parent to take the late gradients of this rank", lasts=True)
+        while not self._is_free(min(_SLICE_S, max(0.0, deadline_s - wait.passed_s))):
+            if wait.count() >= deadline_s:
+                raise DeadlineError(
+                    f"the parent did not accept a late gradient within {deadline_s:g} s; see its log, or raise "
+                    "Config.step_deadline_s"
+                )
+
+    def _is_free(self, longest_s: float) -> bool:
+        """Wait at most that long until everything is sent; return whether it is."""
         with self._changed:
-            while self._busy or self._waiting is not None:
-                self._check()
-                if not self._changed.wait(max(0.0, limit_s - time.monotonic())) and time.monotonic() >= limit_s:
-                    raise DeadlineError(
-                        f"the parent did not accept a late gradient within {deadline_s:g} s; see its log, or raise "
-                        "Config.step_deadline_s"
-                    )
+            self._changed.wait_for(lambda: self._error is not None or not self._to_send, longest_s)
             self._check()
+            return not self._to_send
+
+    @property
+    def _to_send(self) -> bool:
+        return self._busy or self._waiting is not None
 
     def close(self, deadline_s: float) -> Sum | None:
         """Wait for the push in flight and end the thread. Return the gradients that were not sent."""

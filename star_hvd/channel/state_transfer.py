@@ -35,6 +35,7 @@ from star_hvd.channel.messages import base as messages
 from star_hvd.channel.wakeup import Wakeup
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError
+from star_hvd.telemetry.wait_time import WaitTime
 from star_hvd.threads import supervised
 
 __all__ = [
@@ -427,8 +428,7 @@ def fetch(
     """
     caller = Caller(keyring, source)
     try:
-        limit_s = time.monotonic() + deadline_s
-        return ask(caller, source, optimizer_id, limit_s, state_too=True, min_step=min_step, patience_s=patience_s)
+        return ask(caller, source, optimizer_id, deadline_s, state_too=True, min_step=min_step, patience_s=patience_s)
     finally:
         caller.close()
 
@@ -460,7 +460,7 @@ def ask(
     caller: Caller,
     source: int,
     optimizer_id: int,
-    limit_s: float,
+    deadline_s: float,
     *,
     state_too: bool,
     min_step: int = 0,
@@ -474,7 +474,7 @@ def ask(
         caller: The connection.
         source: The rank.
         optimizer_id: Number of the optimizer.
-        limit_s: End of the wait, on the monotonic clock.
+        deadline_s: Longest wait.
         state_too: Whether the optimizer's state is wanted, too.
         min_step: The earliest step of use.
         patience_s: Longest time without a message from the rank.
@@ -482,24 +482,23 @@ def ask(
         check: Called every `LOOK_S` seconds in which nothing arrives; raises an error that makes the wait pointless.
 
     Raises:
-        DeadlineError: The reply was not complete by `limit_s`, or nothing arrived for `patience_s`.
+        DeadlineError: The reply was not complete within `deadline_s`, or nothing arrived for `patience_s`.
         ChannelError: The reply cannot be read.
     """
-    began_s = heard_s = time.monotonic()
+    wait, heard_s = WaitTime(LOOK_S, lambda: f"parameters of rank {source}", lasts=True), 0.0
     reply = _Reply(source, caller.begin())
     rate = pace.bytes_per_s if pace is not None else 0
     caller.socket.send(REQUEST.pack(reply.request, optimizer_id, state_too, min_step, rate))
     while not reply.complete:
-        until_s = min(limit_s, heard_s + patience_s)
-        if time.monotonic() >= until_s:
-            waited_s = time.monotonic() - began_s
+        left_s = min(deadline_s, heard_s + patience_s) - wait.count()
+        if left_s <= 0.0:
             raise DeadlineError(
-                f"parameters of rank {source} were not complete after {waited_s:.3g} s; see its log, and whether its "
-                "link is slow"
+                f"parameters of rank {source} were not complete after {wait.passed_s:.3g} s; see its log, and whether "
+                "its link is slow"
             )
-        frames = caller.wait(min(until_s, time.monotonic() + LOOK_S))
+        frames = caller.wait(time.monotonic() + min(left_s, LOOK_S))
         if frames is not None:
-            heard_s = time.monotonic()
+            heard_s = wait.count()
             reply.add(frames)
         elif caller.reopened():
             reply = _Reply(source, caller.begin())

@@ -52,6 +52,7 @@ import torch
 from star_hvd.engine.buckets import Bucket
 from star_hvd.errors import DeadlineError
 from star_hvd.locks import ordered_lock
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = [
     "APPLIED",
@@ -206,9 +207,11 @@ class Fence:
         Raises:
             DeadlineError: They did not within `deadline_s`.
         """
-        limit_s = time.monotonic() + deadline_s
+        if self.done():
+            return
+        wait = WaitTime(what=lambda: f"the device to finish its work (hand-over '{self.name}')")
         while not self.done():
-            if time.monotonic() > limit_s:
+            if wait.count() > deadline_s:
                 raise DeadlineError(
                     f"the device did not finish its work (hand-over '{self.name}') within {deadline_s:g} s; a kernel "
                     "hangs, or other processes have the device"

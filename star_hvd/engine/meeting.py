@@ -121,7 +121,7 @@ def gather_positions(
 
     Args:
         own: This rank's positions, one per optimizer.
-        check: Called while waiting; raises an error that makes the wait pointless.
+        check: Called while waiting; counts a wait that is logged, and raises an error that makes it pointless.
         deadline_s: Longest wait.
         what: What is waited for, for the error.
 
@@ -132,7 +132,7 @@ def gather_positions(
 
     rows = torch.tensor([astuple(position) for position in own], dtype=torch.int64, device="cpu")
     rows = rows.reshape(-1, len(_KINDS))  # None if there is no optimizer left.
-    collective, wait = HorovodCollective(), WaitTime()
+    collective, wait = HorovodCollective(), WaitTime(what="")  # The wait that `check` counts is logged.
     handle = mpi_ops.allgather_async(rows, name="star.meeting")
     collective.hurry()
     while not collective.wait(handle, _CHECK_S):  # Horovod's own wait has no deadline.

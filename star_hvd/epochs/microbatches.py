@@ -149,7 +149,7 @@ class LeasedMicrobatches:
         run, stock = self._run, self._stock
         if stock.at_work:  # Kernels of a whole share are launched at once; then nothing of it could be taken over.
             run.await_devices()
-        began_s, wait = time.monotonic(), WaitTime(SOON_S)
+        began_s, wait = time.monotonic(), WaitTime(SOON_S, "micro-batches of a step")
         if not stock.begun and (not stock.decided(0.0 if stock.left_out else SOON_S) or stock.went_by):
             # This rank has no part in the step, and gives no gradient unless it takes over something.
             with run.inactive("waiting for samples"):

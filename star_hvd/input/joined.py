@@ -136,23 +136,28 @@ class Joined:
             StarError: Another rank is in a collective that needs this rank's data.
         """
         self._send(JoinCalled())
-        wait, steps = WaitTime(self._look_s), self._steps()
+
+        def missing() -> list[int]:
+            return sorted(set(range(world_size)).difference(self._ranks))
+
+        whole = WaitTime(self._look_s, lambda: f"ranks {missing()} to call hvd.join()", lasts=True)
+        wait, steps = WaitTime(self._look_s, what=""), self._steps()  # Since the last sign of the others.
         collective, handles = HorovodCollective(), collections.deque[Any]()
         while True:
+            whole.count()
             try:
                 message = self._heard.get(timeout=self._look_s)
             except queue.Empty:
                 self._check()
                 if (ended := self._steps()) != steps:
-                    wait, steps = WaitTime(self._look_s), ended
+                    wait, steps = WaitTime(self._look_s, what=""), ended
                 if wait.count() < deadline_s:
                     continue
-                missing = sorted(set(range(world_size)).difference(self._ranks))
                 raise DeadlineError(
-                    f"ranks {missing} did not call hvd.join() within {deadline_s:g} s of the last step "
+                    f"ranks {missing()} did not call hvd.join() within {deadline_s:g} s of the last step "
                     "that ended here; all ranks have to, or raise Config.step_deadline_s"
                 ) from None
-            wait = WaitTime(self._look_s)
+            wait = WaitTime(self._look_s, what="")
             if isinstance(message, ProgramCollective):
                 handles += self._add_zeros(message)
                 while handles and collective.poll(handles[0]):  # Until then Horovod keeps their zeros in memory.

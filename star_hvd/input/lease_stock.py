@@ -398,7 +398,7 @@ class LeaseStock:
             DeadlineError: The coordinator did not answer.
             ValueError: This rank's samples differ from those of the others.
         """
-        wait = WaitTime(_LOOK_S)
+        wait = WaitTime(_LOOK_S, "samples that other ranks hold", lasts=True)
         while True:
             with self._changed:
                 self._note_idle()

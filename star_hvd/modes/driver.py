@@ -43,6 +43,7 @@ __all__ = ["StepDriver"]
 logger = logging.getLogger("star_hvd")
 
 _POLL_S = 0.0003
+_CATCH_UP_S = 1.0  # Longest wait for the helper without another look at what is missing.
 _MODES_BEHIND = 16  # Far more modes than a rank can be behind by: none starts before this rank has prepared for it.
 
 
@@ -295,10 +296,10 @@ class StepDriver:
         return self.engine.step + (self.overlapped is not None and self.overlapped.pending)
 
     def _await_deferred(self) -> None:
-        limit_s = time.monotonic() + self._config.step_deadline_s
+        wait = WaitTime(what=lambda: f"the device to finish the gradient of step {self.engine.step}")
         with self.engine.streams.own():  # On the program's, a complete bucket would wait for the rest of backward.
             while not self.engine.flush_deferred():
-                if time.monotonic() > limit_s:
+                if wait.count() > self._config.step_deadline_s:
                     raise DeadlineError(
                         f"the device did not finish the gradient of step {self.engine.step} within "
                         f"{self._config.step_deadline_s:g} s; a kernel hangs, or other processes have the device"
@@ -312,7 +313,7 @@ class StepDriver:
         if not self.timeline.sampling:
             wait_all(self.engine.collective, handles, self._config.step_deadline_s, what, look)
             return
-        wait = WaitTime()
+        wait = WaitTime(what=what)
         for index, handle in enumerate(handles):  # Buckets first, then the header and state.
             began_s = time.monotonic()
             deadline_s = self._config.step_deadline_s
@@ -513,7 +514,7 @@ class StepDriver:
         loaded = self.loaded.copy()
         if self.engine.rank == 0:
             self._send(Restart(self.number))
-        wait = WaitTime()
+        wait = WaitTime(what=self._end_of_mode)
         with self.named_failures():
             while self.state_is_elsewhere or self.active_mode is not None:
                 if wait.count() > self._config.control_deadline_s:
@@ -539,7 +540,7 @@ class StepDriver:
         Raises:
             DeadlineError: The mode did not end in time.
         """
-        wait = WaitTime()
+        wait = WaitTime(what=self._end_of_mode)
         with self.named_failures():
             while self.engine.plan.mode == "local" or self.makes_local_steps:
                 if wait.count() > self._config.control_deadline_s:
@@ -552,6 +553,9 @@ class StepDriver:
                     self.local.catch_up()
                     self._change_mode()
                 time.sleep(_POLL_S)
+
+    def _end_of_mode(self) -> str:
+        return f"the end of {self.engine.plan.label}"
 
     def set_inactive(self, inactive: bool) -> None:
         """Note that the training thread, which calls this, leaves or re-enters its loop. Does not wait for others."""
@@ -620,9 +624,9 @@ class StepDriver:
     def _catch_up(self, *, show_mean: bool = False) -> None:
         engine = self.engine
         target = engine.next_step
-        limit_s = time.monotonic() + self._config.step_deadline_s
+        wait = WaitTime(_CATCH_UP_S, lambda: f"the end of the steps up to {target}, this rank being at {engine.step}")
         while not engine.catch_up(target, show_mean=show_mean):
-            if time.monotonic() > limit_s:
+            if wait.count() > self._config.step_deadline_s:
                 raise DeadlineError(
                     f"steps up to {target} did not end within {self._config.step_deadline_s:g} s on a rank at "
                     f"step {engine.step}; see the log of rank 0 for the rank that is missing"
@@ -631,10 +635,11 @@ class StepDriver:
                 return  # A plan without this rank came into force; its missing state comes from elsewhere.
             if engine.needs_fetch:
                 snapshot = self.switcher.state_for(self.number)
+                wait.count_work()  # It has a deadline of its own.
                 if snapshot is not None and not engine.adopt(snapshot):
                     time.sleep(_POLL_S)
             else:
-                self._wait_until(lambda: not engine.helper_owns(), 1.0)
+                self._wait_until(lambda: not engine.helper_owns(), _CATCH_UP_S)
 
     def _wait_until(self, done: Callable[[], bool], limit_s: float) -> None:
         with self.engine.lock:

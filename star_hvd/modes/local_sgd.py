@@ -48,10 +48,12 @@ from star_hvd.modes.averaged_state import (
     shaped_keys,
     shaped_values,
 )
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["LocalSteps"]
 
 
+_SLICE_S = 1.0  # Longest wait for the helper without another look.
 _STEPS_KEPT = 512  # Number of this rank's latest steps for which it is known which averages lack them.
 _FITS = 0.75  # Part of a step that has to fit into the time of `local(2.5s)`.
 _LEAST_WEIGHT = 1e-3  # Weight of a rank without a step since the last averaging; if no rank made one, nothing changes.
@@ -280,9 +282,9 @@ class LocalSteps:
             show_mean: Of steps that ended since, see `Replica.catch_up`.
         """
         engine = self._engine
-        with engine.lock:  # The helper has a deadline, and fails the engine past it.
-            while engine.helper_averages() and engine.failure is None:
-                engine.lock.wait(1.0)
+        wait = WaitTime(_SLICE_S, "an averaging that this rank's helper completes")
+        while not self._helper_is_done():  # The helper has a deadline, and fails the engine past it.
+            wait.count()
         pending = self._copy is not None or engine.replica.state is ReplicaState.AVERAGE_PENDING
         if pending and engine.replica.left_alone:
             self._discard()
@@ -293,6 +295,12 @@ class LocalSteps:
             self._steps, self._began_s = 0, time.monotonic()
         # The helper may have written it to a shadow, with later steps replayed on it.
         self._engine.replica.catch_up(show_mean=show_mean)
+
+    def _helper_is_done(self) -> bool:
+        """Wait a moment until the helper completes no averaging any more; return whether it does not."""
+        engine = self._engine
+        with engine.lock:
+            return engine.lock.wait_for(lambda: not engine.helper_averages() or engine.failure is not None, _SLICE_S)
 
     def _join_late(self) -> None:
         """Add to a mean of the others what this rank would have contributed, for this rank only.

@@ -213,13 +213,14 @@ class CoordinatorClient:
             DeadlineError: The coordinator, or a rank that the step is waiting for, did not answer.
             ValueError: This rank's samples differ from those of the others.
         """
-        wait = WaitTime(_LOOK_S)
+        what = "the other ranks to begin the micro-batches of a step"
+        wait = WaitTime(_LOOK_S, what)
         while True:
             stock.decided(_LOOK_S)
             found = stock.reserve(steps_made)
             if found is not None:
                 return found
-            self.check_wait(wait, "the other ranks to begin the micro-batches of a step")
+            self.check_wait(wait, what)
 
     def check_wait(self, wait: WaitTime, what: str) -> None:
         """Raise if a wait for the coordinator, or for other ranks through it, has to end; call it in each iteration.
@@ -279,7 +280,7 @@ class CoordinatorClient:
         self._requests += 1
         asked = ConsumedRequest(loader, epoch, step, self._requests)
         self._agent.send(asked)
-        wait = WaitTime(_LOOK_S)
+        wait = WaitTime(_LOOK_S, "all ranks to say which samples they have consumed")
         while wait.count() < self._config.control_deadline_s:
             try:
                 answer = self._consumed.get(timeout=_LOOK_S)
@@ -381,7 +382,7 @@ class CoordinatorClient:
     ) -> messages.Message:
         if kind is messages.EpochEnd and (loader, epoch) in self._ended:
             return self._ended.pop((loader, epoch))
-        wait = WaitTime(_LOOK_S)
+        wait = WaitTime(_LOOK_S, what, lasts=kind is messages.EpochEnd)
         again_s = time.monotonic() + self._ask_again_s
         while True:
             waited_s = wait.count(time.monotonic() - self._agent.last_heard_s)

@@ -97,11 +97,14 @@ class Meetings:
         Raises:
             DeadlineError: They did not reach it in time.
         """
-        wait, asked = WaitTime(), False
+        found: list[Position] = []
+        all_ranks = f"all ranks to come to {reason}"
 
-        def check() -> None:
-            wait.count()
-            self._check()
+        def awaited() -> str:
+            return f"all ranks to get to one step at {reason}: {unsettled_text(found)}" if found else all_ranks
+
+        wait, asked = WaitTime(what=awaited, lasts=True), False
+        check = self._counting(wait)
 
         while True:
             # A dropped optimizer has no reference left, and its helper may already have ended on some ranks.
@@ -128,6 +131,15 @@ class Meetings:
             self._catch_up(own, reason, out_of_data=out_of_data)
             asked = True
 
+    def _counting(self, wait: WaitTime) -> Callable[[], None]:
+        """Return what to call during a wait."""
+
+        def check() -> None:
+            wait.count()
+            self._check()
+
+        return check
+
     def _positions(self) -> list[Position]:
         return [driver.position() for driver in list(self._drivers.values()) if not driver.dropped]
 
@@ -146,7 +158,8 @@ class Meetings:
         with self.inactive(reason, out_of_data=False):
             driver.loads_state = True
             try:
-                found = gather_positions(self._positions(), self._check, deadline_s, reason)
+                check = self._counting(WaitTime(what=f"all ranks to come to {reason}", lasts=True))
+                found = gather_positions(self._positions(), check, deadline_s, reason)
                 self._leave_servers(leaving_servers(found), reason, out_of_data=False)
             finally:
                 driver.loads_state = False

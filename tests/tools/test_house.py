@@ -345,6 +345,17 @@ def test_no_number_is_assigned_to_an_element_of_a_buffer(folder: str) -> None:
     assert not found
 
 
+def test_every_wait_says_what_it_is_for() -> None:
+    """Else it is silent until its deadline, half an hour later. Empty where the wait that it is a part of is logged."""
+    found = []
+    for module, path in MODULES.items():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "WaitTime":
+                says = len(node.args) > 1 or "what" in (keyword.arg for keyword in node.keywords)
+                found += [] if says else [f"{module}:{node.lineno}"]
+    assert not found
+
+
 def test_what_users_and_their_data_rely_on_is_as_recorded() -> None:
     """If a change is meant: `python -m tests.support.surface > tests/golden/public_surface.json`, and say it in the
     change log."""

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +25,11 @@ from star_hvd.input.joined import Joined
 from star_hvd.input.lease_stock import LeaseStock
 from star_hvd.modes.driver import StepDriver
 from star_hvd.modes.helper import Helper
-from star_hvd.runtime import coordinator_client
+from star_hvd.runtime import coordinator_client, meetings
 from star_hvd.runtime.coordinator_client import CoordinatorClient
 from star_hvd.runtime.meetings import Meetings
 from star_hvd.telemetry import wait_time
-from star_hvd.telemetry.wait_time import WaitTime
+from star_hvd.telemetry.wait_time import WaitTime, warn_after
 from tests.support.leases import lease
 from tests.support.sending import sending_to
 
@@ -85,6 +86,129 @@ def test_silence_does_not_grow_by_a_pause_and_ends_when_the_other_side_is_heard(
     for now_s in (1001.5, 1002.0):
         wait.count(now_s - heard_s)
         assert wait.silent_s == now_s - heard_s
+
+
+# ---- what it logs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The log of rank 3, whose waits warn after 10 s."""
+    warn_after(10.0, 3)
+    yield caplog
+    warn_after()
+
+
+def test_a_long_wait_says_what_it_is_for_more_and_more_rarely(
+    monkeypatch: pytest.MonkeyPatch, warned: pytest.LogCaptureFixture
+) -> None:
+    now_s, asked_s = 0.0, list[float]()
+    monkeypatch.setattr(wait_time, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    def missing() -> str:
+        asked_s.append(now_s)
+        return f"ranks {[5] * len(asked_s)}"
+
+    wait, unnamed = WaitTime(what=missing), WaitTime()
+    for now_s in range(1, 71):  # noqa: B007  The clock.
+        wait.count()
+        unnamed.count()
+    assert warned.messages == [
+        "rank 3 has been waiting for ranks [5] for 10 s",
+        "rank 3 has been waiting for ranks [5, 5] for 20 s",
+        "rank 3 has been waiting for ranks [5, 5, 5] for 40 s",
+    ]
+    assert asked_s == [10.0, 20.0, 40.0], "nothing is formatted before"
+
+
+def test_a_stop_is_no_long_wait(monkeypatch: pytest.MonkeyPatch, warned: pytest.LogCaptureFixture) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(wait_time, "time", SimpleNamespace(monotonic=lambda: now_s))
+    wait = WaitTime(what="a step")
+    for now_s in (1.0, 101.0, 102.0):  # noqa: B007  The clock.
+        wait.count()
+    assert warned.messages == []
+
+
+def test_a_wait_that_an_evaluation_explains_is_first_logged_after_a_minute(
+    monkeypatch: pytest.MonkeyPatch, warned: pytest.LogCaptureFixture
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(wait_time, "time", SimpleNamespace(monotonic=lambda: now_s))
+    wait = WaitTime(what="the end of the epoch on all ranks", lasts=True)
+    for now_s in range(1, 300):  # noqa: B007  The clock.
+        wait.count()
+    assert [text.rpartition(" for ")[2] for text in warned.messages] == ["60 s", "120 s", "240 s"]
+
+
+def test_nothing_is_logged_before_a_runtime_starts_and_after_its_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(wait_time, "time", SimpleNamespace(monotonic=lambda: now_s))
+    wait = WaitTime(what="a step")
+    now_s = 1e6
+    wait.count_work()
+    assert caplog.messages == []
+
+
+def test_who_has_joined_is_told_which_ranks_have_not(
+    monkeypatch: pytest.MonkeyPatch, warned: pytest.LogCaptureFixture
+) -> None:
+    """The deadline counts from the last step; the warning from the call, or a job would be silent for ever."""
+    now_s = 0.0
+    monkeypatch.setattr(wait_time, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    def check() -> None:
+        nonlocal now_s
+        now_s += 1.0
+        if now_s == 1.0:
+            joined.on_message(JoinedRanks([0]))
+        if now_s == 100.0:
+            joined.on_message(JoinedRanks([0, 2, 1]))
+
+    def steps() -> int:
+        return int(now_s // 30.0)
+
+    joined = Joined(lambda message: None, check, lambda name: None, collections.Counter(), steps, look_s=0.0001)
+    assert joined.wait(3, 40.0) == 1
+    assert warned.messages == ["rank 3 has been waiting for ranks [1, 2] to call hvd.join() for 60 s"]
+
+
+def test_a_meeting_that_does_not_settle_says_who_is_where(
+    monkeypatch: pytest.MonkeyPatch, warned: pytest.LogCaptureFixture
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(wait_time, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    def gather(own: Any, check: Any, deadline_s: float, what: str) -> list[Position]:
+        nonlocal now_s
+        now_s += 0.9
+        check()
+        step = 4 if now_s > 70.0 else 3
+        return [Position(2, 0, step, 4, whole=True, out_of_common_steps=False, mid_step=False)]
+
+    monkeypatch.setattr(meetings, "gather_positions", gather)
+    Meetings({}, lambda message: None, lambda: None).meet("a barrier", 120.0, out_of_data=False)
+    (text,) = warned.messages
+    assert text.startswith("rank 3 has been waiting for all ranks to get to one step at a barrier: rank 2: step 3 of 4")
+
+
+def test_a_reduction_that_does_not_end_though_all_ranks_are_there_is_logged(
+    monkeypatch: pytest.MonkeyPatch, warned: pytest.LogCaptureFixture
+) -> None:
+    """Horovod's check of stalled tensors and rank 0's alerts look for missing ranks only."""
+    now_s = 0.0
+    monkeypatch.setattr(wait_time, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    def wait(handle: int, longest_s: float) -> bool:
+        nonlocal now_s
+        now_s += longest_s
+        return now_s > 15.0
+
+    operations: Any = SimpleNamespace(wait=wait, finish=lambda handle: None)
+    wait_all(operations, [7], DEADLINE_S, "the reduction of step 5")
+    assert warned.messages == ["rank 3 has been waiting for the reduction of step 5 for 10 s"]
 
 
 # ---- the loops that use it -------------------------------------------------------------------------------------------
@@ -248,7 +372,7 @@ def test_a_step_in_flight_is_waited_for(clock: Clock) -> None:
         def helper_has_work(self) -> bool:
             return not ended.is_set()
 
-        def fail(self, error: BaseException) -> None:
+        def fail(self, error: BaseException, *, unseen: bool = False) -> None:
             failures.append(error)
             ended.set()
 
