@@ -105,12 +105,20 @@ def _usual_tables() -> list[Path]:
 
 
 def _tables(options: argparse.Namespace) -> list[Path]:
-    """The tables to fit to: the given ones or the default, and one of the selected logged runs."""
+    """The tables to fit to: the given ones or the default, and one of the selected logged runs.
+
+    Raises:
+        DatasetError: No logged run can be used, and tables were given or there are no default ones.
+    """
     tables = list(options.table) or _usual_tables()
     if options.mlflow or options.runs is not None:
         rows = logged_rows(options)
         if not rows:
-            raise dataset.DatasetError(why_none(options))
+            if options.table or not all(path.exists() for path in tables):
+                raise dataset.DatasetError(why_none(options))
+            # Most jobs run in `auto`, which gives no rows: that is no reason to fit to nothing at all.
+            print_line(f"warning: {why_none(options)}; fitting without logged runs")
+            return tables
         source = " --mlflow" * options.mlflow + (f" --runs {options.runs}" if options.runs is not None else "")
         described = dataset.write(LOGGED_TABLE, dataset.frame_of(rows), made_by=f"star-scheduler train{source}")
         print_line(f"{described['rows']} rows of {described['runs']} logged runs in {LOGGED_TABLE}")

@@ -131,6 +131,28 @@ def test_train_without_a_table_fits_to_the_projects_own(
     assert "fitting to some.csv.gz" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
+def test_runs_in_auto_alone_are_told_and_the_default_tables_fitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    logged(tmp_path / "runs", "a", Plan.sync(4), reached_s=10.0, mode="auto")
+    monkeypatch.setattr(
+        "scheduler.learning.logged_rows.mlflow_rows",
+        lambda environ, project, report: real_rows(tmp_path / "runs", project, report=report),
+    )
+    arguments = ["train", "--mlflow", "--no-registry", "--out", "model"]
+    monkeypatch.setattr(train, "SHIPPED_TABLES", tmp_path / "datasets")
+    assert main.main(arguments) == 2, "there are no tables either"
+    assert "no usable runs in MLflow" in " ".join(capsys.readouterr().err.split())
+    dataset.write(tmp_path / "datasets/some.csv.gz", small_table())
+    assert main.main(arguments) == 0
+    said = " ".join(capsys.readouterr().err.split())
+    assert "a: it ran in auto; expected one fixed mode" in said
+    assert "warning: no rows: no usable runs in MLflow" in said and "fitting without logged runs" in said
+    assert set(load(tmp_path / "model").about["data"]["sources"]) == {"simulated"}
+
+
 # ---- the gate -------------------------------------------------------------------------------------------------------
 
 
