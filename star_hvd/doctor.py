@@ -30,7 +30,7 @@ from star_hvd.patches import (
     mode_limits,
 )
 
-__all__ = ["add_arguments", "build_problems", "examine", "run", "torch_facts"]
+__all__ = ["add_arguments", "build_problems", "examine", "run", "sees_gpu", "torch_facts"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -44,7 +44,7 @@ _WAIT_S = 10.0  # Time limit of a subprocess.
 
 def examine() -> dict[str, Any]:
     """Return all facts of `star-hvd doctor` as JSON types. Takes about a second, for subprocesses and NVML."""
-    horovod = _horovod()
+    horovod, gpu_here = _horovod(), sees_gpu()
     limits = mode_limits(horovod_patches())
     return {
         "versions": _versions(),
@@ -52,7 +52,8 @@ def examine() -> dict[str, Any]:
         "torch": torch_facts(),
         "modes": limits,
         "machine": _machine(),
-        "problems": problems(horovod, limits),
+        "problems": problems(horovod, limits, gpu_here=gpu_here),
+        "notes": [] if gpu_here or horovod["error"] else _without_cuda(horovod, torch_facts(), gpu_here=False),
     }
 
 
@@ -96,20 +97,40 @@ def torch_facts() -> dict[str, str | None]:
     return {"torch": torch.__version__, "cuda": cuda, "nccl": nccl}
 
 
-def build_problems(horovod: dict[str, Any], now: dict[str, str | None]) -> list[str]:
+def sees_gpu(root: Path = Path("/")) -> bool:
+    """Whether there is an NVIDIA GPU: its driver is loaded (as `scripts/gpu_build.py` decides), or torch finds one."""
+    if (root / "proc/driver/nvidia/version").exists() or any(root.glob("dev/nvidia[0-9]*")):
+        return True
+    try:
+        import torch
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+def _without_cuda(horovod: dict[str, Any], now: dict[str, str | None], *, gpu_here: bool) -> list[str]:
+    """Return the sentence on a torch for CUDA beside a Horovod without it, if it is so."""
+    if not now["cuda"] or horovod["cuda"]:
+        return []
+    effect = "so that GPU tensors cannot be reduced;" if gpu_here else "which is enough, as no GPU is here; for GPUs"
+    return [
+        f"torch is built for CUDA {now['cuda']}, but Horovod without CUDA, {effect} install a CUDA toolkit of that "
+        f"version, then {_BUILD}"
+    ]
+
+
+def build_problems(horovod: dict[str, Any], now: dict[str, str | None], *, gpu_here: bool = True) -> list[str]:
     """Return mismatches between Horovod's build and the installed torch, as sentences that say what to do.
 
     Args:
         horovod: `build` (the versions it was built for, empty if not recorded), `cuda` and `nccl` (whether its library
             has them).
         now: See `torch_facts`.
+        gpu_here: Whether this machine has a GPU. If not, Horovod may lack CUDA: the setup builds it so on purpose.
     """
     build, problems = horovod["build"], _other_torch(horovod["build"], now)
     if now["cuda"] and not horovod["cuda"]:
-        problems.append(
-            f"torch is built for CUDA {now['cuda']}, but Horovod without CUDA, so that GPU tensors cannot be reduced; "
-            f"install a CUDA toolkit of that version, then {_BUILD}"
-        )
+        problems += _without_cuda(horovod, now, gpu_here=True) if gpu_here else []
     elif horovod["cuda"] and not now["cuda"]:
         problems.append(f"Horovod was built for CUDA, but torch {now['torch']} without it; {_BUILD}")
     elif now["cuda"] and build.get("cuda") and _major(build["cuda"]) != _major(now["cuda"]):
@@ -135,13 +156,13 @@ def _major(version: str) -> str:
     return version.partition(".")[0]
 
 
-def problems(horovod: dict[str, Any], limits: dict[str, dict[str, str]]) -> list[str]:
+def problems(horovod: dict[str, Any], limits: dict[str, dict[str, str]], *, gpu_here: bool = True) -> list[str]:
     """Return the problems that prevent or limit a mode, as sentences that say what to do."""
     if horovod["error"]:
         # A library that cannot be loaded does not say what it has; the record of its build may say why.
         unusable = f"Horovod cannot be used ({horovod['error']}); {_BUILD}"
         return [unusable, *_other_torch(horovod["build"], torch_facts())]
-    problems = build_problems(horovod, torch_facts())
+    problems = build_problems(horovod, torch_facts(), gpu_here=gpu_here)
     if not horovod["gloo"]:
         problems.append(f"Horovod was built without Gloo, which its control messages need here; {_BUILD}")
     present = {entry["number"] for entry in horovod["patches"]}
@@ -286,5 +307,7 @@ def _show(facts: dict[str, Any]) -> None:
     console.print(table)
     for problem in facts["problems"]:
         console.print(f"problem: {problem}", style="bold red", markup=False)
+    for note in facts["notes"]:
+        console.print(f"note: {note}", style="yellow", markup=False)
     if not facts["problems"]:
         console.print("this Horovod allows all modes", style="bold green")

@@ -136,6 +136,32 @@ def test_each_mismatch_says_what_to_do(library: dict[str, bool], now: dict[str, 
     assert said in problem and "scripts/build_horovod.py" in problem
 
 
+def test_a_torch_for_cuda_is_no_problem_on_a_laptop_whose_horovod_is_for_cpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PyPI's default torch, for which `make setup` builds this Horovod on purpose."""
+    monkeypatch.setenv("COLUMNS", "300")
+    pretend(monkeypatch, tmp_path, ALL)
+    monkeypatch.setattr(doctor, "torch_facts", lambda: NOW)
+    monkeypatch.setattr(doctor, "sees_gpu", lambda: False)
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "note: torch is built for CUDA 13.0, but Horovod without CUDA, which is enough, as no GPU is here" in shown
+    assert "problem: " not in shown
+    monkeypatch.setattr(doctor, "sees_gpu", lambda: True)
+    assert cli.main(["doctor"]) == 1
+    shown = capsys.readouterr().out
+    assert "problem: torch is built for CUDA 13.0" in shown and "note: " not in shown
+
+
+def test_a_gpu_is_seen_by_its_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert not doctor.sees_gpu(tmp_path)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia0").touch()
+    assert doctor.sees_gpu(tmp_path)
+
+
 def test_a_minor_version_of_cuda_may_differ() -> None:
     assert doctor.build_problems({"build": BUILD, **GPU}, {**NOW, "cuda": "13.2"}) == []
 
