@@ -16,7 +16,7 @@ import re
 
 __all__ = ["KNOWN", "accuracy", "async_completion", "check_locks", "elastic", "encryption", "hierarchical", "host",
            "interface", "least_quorum", "mode", "neighbours_folder", "overlap", "policy", "tags", "target",
-           "warn_misspelled"]
+           "warn_alone", "warn_misspelled"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -28,6 +28,16 @@ KNOWN = (
     "SSH_PORT", "TARGET",
 )  # fmt: skip
 """Names, without `STAR_`, of all variables of the package, its scripts and its image."""
+
+_LAUNCHERS = (
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("mpirun", "PMI_SIZE", "PMI_RANK"),
+)
+"""Other launchers, with the variables that hold their number of processes and a process's own number.
+
+Not `SLURM_NTASKS`, which the commands of a batch script have too, although each of them runs once.
+"""
 
 _NEAR = 0.75  # Of `difflib`; names are compared without `STAR_`, which would make any two of them similar.
 
@@ -43,6 +53,27 @@ def warn_misspelled() -> None:
         if name.startswith(_PREFIX) and rest not in KNOWN:
             for near in difflib.get_close_matches(rest.upper(), KNOWN, n=1, cutoff=_NEAR):
                 logger.warning("%s has no effect; is STAR_%s meant?", name, near)
+
+
+@functools.cache
+def warn_alone() -> None:
+    """Warn, once per process, if this job of one rank is one of several processes that `srun` or `mpirun` started.
+
+    Without MPI, Horovod knows of other ranks by `horovodrun` only, so each process trains on its own. Only the first
+    process warns.
+    """
+    if "HOROVOD_SIZE" in os.environ:
+        return
+    for launcher, size, number in _LAUNCHERS:
+        count, own = os.environ.get(size, ""), os.environ.get(number, "0")
+        if count.isdecimal() and int(count) > 1:
+            if own == "0":
+                logger.warning(
+                    "%s started %s processes (%s), but each is a job of its own with one rank, since this Horovod has "
+                    "no MPI; start one job with `horovodrun -np %s --gloo python ...` instead",
+                    launcher, count, size, count,
+                )  # fmt: skip
+            return
 
 
 def _text(name: str) -> str | None:

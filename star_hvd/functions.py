@@ -27,7 +27,7 @@ from horovod.common import process_sets as horovod_sets
 from horovod.torch import functions as horovod_functions
 from horovod.torch import global_process_set, mpi_ops
 
-from star_hvd import build_check
+from star_hvd import build_check, env
 from star_hvd.channel.messages.joins import ProgramCollective
 from star_hvd.engine.collective import tune_horovod
 from star_hvd.input.joined import described
@@ -337,6 +337,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         runtime.leave_before_horovod()
     tune_horovod(True)
     if fresh:
+        if comm is None and mpi_ops.size() == 1:
+            env.warn_alone()
         make_host_sets()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -57,6 +58,35 @@ def test_all_variables_are_known() -> None:
     texts = [path.read_text("utf-8") for path in [*paths, ROOT / "Makefile", ROOT / "Dockerfile"]]
     named = {name for text in texts for name in re.findall(r"\bSTAR_([A-Z][A-Z_]*[A-Z])\b", text)}
     assert set(env.KNOWN) == named
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "0"}, "srun started 8 processes (SLURM_STEP_NUM_TASKS)"),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, "mpirun started 4 processes"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "`horovodrun -np 2 --gloo python ...`"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "1"}, None),  # Process 0 has said it.
+        ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "8"}, None),  # A command of a batch script runs once.
+        ({"SLURM_STEP_NUM_TASKS": "8", "HOROVOD_SIZE": "1"}, None),
+        ({"PMI_SIZE": "many"}, None),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_processes_that_are_jobs_of_their_own_are_told_once(
+    variables: dict[str, str], said: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("SLURM", "OMPI", "PMI", "HOROVOD"))]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    env.warn_alone.cache_clear()
+    with caplog.at_level(logging.WARNING, "star_hvd"):
+        env.warn_alone()
+        env.warn_alone()
+    env.warn_alone.cache_clear()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (said is not None) and all(said in text for text in told if said)
 
 
 def test_misspelled_variables_are_told_once_and_those_of_others_are_not(

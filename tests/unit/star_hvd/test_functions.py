@@ -7,6 +7,7 @@ import collections
 import contextlib
 import inspect
 import logging
+import os
 import pickle
 import subprocess
 import sys
@@ -162,6 +163,14 @@ def test_a_module_that_is_loaded_again_wraps_horovods_functions() -> None:
     script += "print([n for n in functions.__all__ if hasattr(getattr(hvd, n).__wrapped__, '__wrapped__')])"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_job_of_one_rank_that_mpirun_started_with_others_is_told_by_init() -> None:
+    script = "import star_hvd as hvd; hvd.init(); hvd.shutdown()"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD")}
+    environ |= {"OMPI_COMM_WORLD_SIZE": "8", "OMPI_COMM_WORLD_RANK": "0"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=environ)
+    assert "mpirun started 8 processes (OMPI_COMM_WORLD_SIZE), but each is a job of its own" in done.stderr
 
 
 def test_what_a_broadcast_writes_is_not_the_programs_own_change(monkeypatch: pytest.MonkeyPatch) -> None:
