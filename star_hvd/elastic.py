@@ -101,8 +101,8 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
     gradients.
 
     Within a loop over `shard` all ranks need equally many iterations for it, so `auto` stays in the exact modes from
-    the first commit behind two steps of such a loop. In a relaxed mode that is set by name, as `ps(x)`, ranks have
-    different numbers of iterations and may wait for each other in vain: there commit behind the loop.
+    the first commit behind two steps of such a loop. In a mode set by name that gives ranks different numbers of
+    iterations, as `ps(x)` or `sync(steal)`, they may wait for each other in vain: there commit behind the loop.
 
     Inside a step of micro-batches a commit is made behind the step, when the loop asks for its next batch. A rank from
     which others take over may commit behind its only micro-batch, at the end of the step: ranks that commit inside the
@@ -159,7 +159,7 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
         inactive: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if running is not None and running.drivers:
             # Horovod broadcasts by its own function, which notes nothing.
-            running.note_collective("elastic.TorchState.commit or check_host_updates", behind_steps=True)
+            running.note_collective("elastic.TorchState.commit or check_host_updates")
             inactive = running.inactive("commit", out_of_data=False)
         try:
             with inactive:

@@ -38,7 +38,7 @@ from scheduler.learning.features import speed
 from scheduler.learning.logged_reports import FIRST_STEP, HISTORY, Report, extent, moments_until, newest, reports
 from scheduler.learning.simulated_rows import in_order, moment_rows
 from scheduler.mlflow_limits import limit_requests
-from scheduler.plan.plan import Plan, PlanError
+from scheduler.plan.plan import MODES, Plan, PlanError
 from scheduler.policy.candidates import candidates, same_plan
 from scheduler.records import RankStats, Window
 from scheduler.redact import redacted
@@ -280,13 +280,14 @@ def _window(run: LoggedRun, step: int, event: Mapping[str, Any]) -> Window:
     # Frozen parameters have no gradients, so those of old logs are too large.
     size = _of_job(run, event, "comm_bytes", _MOST_COUNT) or int(sizes.get("parameter_bytes") or 0)
     batch, fixed_part = _of_job(run, event, "batch", _MOST_SAMPLES), event.get("fixed_part")
+    microbatches = _of_job(run, event, "microbatches", _MOST_SAMPLES) or 0
     return Window(
         step=step, ranks=tuple(_rank_stats(run, step, event)), noise_scale=run.noise.get(step, math.nan),
         comm_bytes=size, edge_part=_part(event, "edge_part", EDGE),
         reduced_part=_part(event, "reduced_part"), pushed_part=_part(event, "pushed_part"),
         batch=(_count(run.facts, "batch", _MOST_SAMPLES) or 0) if batch is None else batch,
         fixed_part=float(fixed_part) if isinstance(fixed_part, (int, float)) and 0.0 <= fixed_part < 1.0 else math.nan,
-        microbatches=_of_job(run, event, "microbatches", _MOST_SAMPLES) or 0,
+        microbatches=microbatches, allowed=frozenset({"sync"} if microbatches else MODES),
     )  # fmt: skip
 
 
@@ -596,7 +597,7 @@ def _features(
     would offer, not from those that happen to have been logged.
     """
     with np.errstate(invalid="ignore"):  # Links that were not measured have an infinite rate.
-        offered = candidates(conditions, plans[0], hosts=hosts)
+        offered = candidates(conditions, plans[0], allowed=window.allowed, hosts=hosts)
     more = [plan for plan in plans if not any(same_plan(plan, one) for one in offered)]
     every = [*offered, *more]
     found = moment_rows(offered, more, conditions, window, plans[0])

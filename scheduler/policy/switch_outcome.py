@@ -55,6 +55,7 @@ __all__ = [
 _BLOCK_STEPS, _BLOCK_S = 2, 0.2
 _WARMUP_STEPS, _WARMUP_S = 3, 0.2  # Not counted after a switch: caches warm up, connections open, ranks rejoin.
 _KEPT = 64  # Blocks of each plan.
+_MOST_LEFT = 3  # Plans that may come back.
 _OLD_S, _OLD_STEPS = 120.0, 400
 """Blocks older in both are ignored, and so is the interval predicted of the replaced plan: the load of the machine, or
 the size of a step, may have changed."""
@@ -264,9 +265,9 @@ class OutcomeCheck:
     def __init__(self) -> None:
         self._active: _ActivePlanStats | None = None
         self._expected: _Expected | None = None
-        # That of the plan which the active one, not chosen for its speed, has replaced: that plan may come back without
-        # a decision, as after a state was loaded.
-        self._left: _Expected | None = None
+        # Those of the plans which the active one, not chosen for its speed, has replaced or kept from coming: one of
+        # them may come back without a decision, as after a state was loaded.
+        self._left: tuple[_Expected, ...] = ()
         self._blocks: dict[str, deque[Block]] = {}
         self._normalized_step = math.nan
         self._links: tuple[int, ...] = ()
@@ -408,14 +409,17 @@ class OutcomeCheck:
 
     def _begin(self, step: int, now_s: float, active: Plan) -> _ActivePlanStats:
         if self._active is not None and step < self._active.begin_step:
-            self._active = self._left = None  # Another run.
+            self._active, self._left = None, ()  # Another run.
             self._blocks.clear()
         expected, self._expected = self._expected, None
-        left, self._left = self._left, None
-        if expected is None or expected.plan.label != active.label:
-            former = expected or (self._active.expected if self._active is not None else None)
-            expected = left.measured_only() if left is not None and left.plan.label == active.label else None
-            self._left = former if expected is None else None
+        if expected is not None and expected.plan.label == active.label:
+            self._left = ()
+        else:  # Nobody chose it; it may be one that came back, even without another one in between that was seen.
+            former = self._active.expected if self._active is not None else None
+            known = [one for one in (expected, former, *self._left) if one is not None]
+            back = next((one for one in known if one.plan.label == active.label), None)
+            expected = back.measured_only() if back is not None else None
+            self._left = tuple(known[:_MOST_LEFT]) if back is None else ()
         self._active = _ActivePlanStats(active.plan_id, active.label, now_s, step, expected)
         return self._active
 

@@ -459,13 +459,15 @@ class Runtime:
             trains: Whether its batches give gradients.
         """
         opened = _Loop(self.steps_ended, parts, trains)
+        if trains:
+            program_end.note_step()  # An error in its first iteration ends the training, too.
         self._loops.append(opened)
         try:
             yield
         finally:
             self._loops.remove(opened)
 
-    def note_collective(self, name: str, *, behind_steps: bool = False) -> None:
+    def note_collective(self, name: str) -> None:
         """Keep `auto` in exact modes if the program calls a collective within its loop over a `shard` loader.
 
         In relaxed modes ranks take batches as they need them, so one would wait for the others in a collective of an
@@ -475,19 +477,13 @@ class Runtime:
 
         Args:
             name: The collective.
-            behind_steps: Whether it is made behind a step where the loop is over micro-batches; as many steps are
-                made on every rank.
         """
         if not self.in_training_thread():
             return
         opened = list(self._loops)
         if opened and not opened[-1].trains:
             self._note_in_evaluation(opened[-1], name)
-        loops = [
-            loop.parts
-            for loop in opened
-            if loop.trains and self.steps_ended - loop.began >= _LOOPING and not (behind_steps and loop.parts)
-        ]
+        loops = [loop.parts for loop in opened if loop.trains and self.steps_ended - loop.began >= _LOOPING]
         if not loops:
             return
         reason = (

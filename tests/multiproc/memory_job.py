@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -51,17 +52,18 @@ def _net() -> torch.nn.Module:
 
 
 def stays_within(epochs: list[list[list[int]]]) -> bool:
-    """Whether the short rank had more than fits, and in a later epoch never, though others had.
+    """Whether the short rank had more than fits, and in two later epochs in a row never, though others had.
 
     Args:
         epochs: By epoch and step the samples of each rank.
     """
     whole = [[step for step in epoch if sum(step) == len(step) * BATCH] for epoch in epochs]
     more = [any(step[SHORT] > FITS for step in epoch) for epoch in whole]
-    return any(
+    within = [
         any(more[:number]) and not more[number] and max(max(step[0], step[3]) for step in epoch) > FITS
         for number, epoch in enumerate(whole)
-    )
+    ]
+    return any(one and other for one, other in itertools.pairwise(within))
 
 
 def _compared(

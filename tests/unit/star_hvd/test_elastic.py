@@ -33,10 +33,10 @@ class Running:
         self.drivers: dict[int, Any] = {}
         self.inside_step = False
         self.behind_step: Any = None
-        self.noted: list[tuple[str, bool]] = []
+        self.noted: list[str] = []
 
-    def note_collective(self, name: str, *, behind_steps: bool = False) -> None:
-        self.noted.append((name, behind_steps))
+    def note_collective(self, name: str) -> None:
+        self.noted.append(name)
 
     def inactive(self, reason: str, *, out_of_data: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -77,7 +77,7 @@ def test_a_commit_counts_as_a_collective_of_the_programs_loop(
     state.commit()
     state.check_host_updates()
     assert done == ["save", "check", "check"]
-    assert running.noted == [("elastic.TorchState.commit or check_host_updates", True)] * (2 * trains)
+    assert running.noted == ["elastic.TorchState.commit or check_host_updates"] * (2 * trains)
 
 
 def test_inside_a_step_it_is_made_behind_it_and_once(running: Running, done: list[str]) -> None:

@@ -38,7 +38,7 @@ class Running:
     def __init__(self, *, trains: bool) -> None:
         self.trains = trains
 
-    def note_collective(self, name: str, *, behind_steps: bool = False) -> None:
+    def note_collective(self, name: str) -> None:
         pass
 
 

@@ -19,7 +19,7 @@ from scheduler.learning.features import FEATURES, rows
 from scheduler.learning.logged_reports import HISTORY, Report, moments_until, newest
 from scheduler.learning.logged_rows import LoggedRun, mlflow_rows, read_run, real_rows, windows
 from scheduler.learning.simulated_rows import in_order
-from scheduler.plan.plan import Plan
+from scheduler.plan.plan import MODES, Plan
 from scheduler.policy.candidates import candidates
 from scheduler.policy.cost_policy import CostPolicy
 from scheduler.records import StepReport, StepTimes, Window
@@ -266,8 +266,10 @@ def test_batches_and_micro_batches_are_those_of_the_window(tmp_path: Path) -> No
     facts: dict[str, object] = {"batch": 32}
     found = windows(_logged(tmp_path / "a", facts=facts, batch=noted["batch"], microbatches=noted["microbatches"]))
     assert {(window.batch, window.microbatches) for window in found} == {(0, 4)}
+    assert {window.allowed for window in found} == {frozenset({"sync"})}, "nothing else is offered to such a job"
     old = windows(_logged(tmp_path / "b", facts=facts))
     assert {(window.batch, window.microbatches) for window in old} == {(32, 0)}
+    assert {window.allowed for window in old} == {frozenset(MODES)}
     damaged = windows(_logged(tmp_path / "c", facts={"batch": -1}, batch="x", microbatches=1 << 40))
     assert {(window.batch, window.microbatches) for window in damaged} == {(0, 0)}
 

@@ -253,6 +253,26 @@ def test_so_is_one_that_was_not_in_force_yet_as_the_load_began() -> None:
     assert job.harmful
 
 
+def test_so_is_one_whose_absence_was_too_short_to_be_seen() -> None:
+    job = Training()
+    job.go(SYNC, 100, 0.05)
+    job.expect(PARTIAL)
+    job.go(PARTIAL, 5, 0.05)
+    job.go(PARTIAL.replace(plan_id=3), 200, 0.065, until_harm=True)
+    assert job.harmful
+
+
+def test_so_is_one_beside_a_plan_that_was_chosen_and_never_came() -> None:
+    job = Training()
+    job.go(SYNC, 100, 0.05)
+    job.expect(PARTIAL)
+    job.go(PARTIAL, 5, 0.05)
+    job.expect(Plan.partial(4, 3, plan_id=2))
+    job.go(SYNC.replace(plan_id=3), 10, 0.05)
+    job.go(PARTIAL.replace(plan_id=4), 200, 0.065, until_harm=True)
+    assert job.harmful
+
+
 def test_what_was_predicted_of_the_plan_before_counts_no_more_after_a_load() -> None:
     """All ranks have become slower alike since."""
     job = Training()

@@ -18,7 +18,7 @@ from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.shares import Feeds
 from star_hvd.config import Config
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
-from star_hvd.runtime import runtime
+from star_hvd.runtime import program_end, runtime
 from star_hvd.runtime.runtime import Runtime
 
 
@@ -254,6 +254,18 @@ def _training(optimizers: int = 1) -> tuple[Runtime, list[Optimizer]]:
     return run, made
 
 
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_thread_that_begins_a_training_loop_is_the_one_whose_errors_count(
+    trains: bool, rank: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before its first step already: many programs fail in their first iteration."""
+    run, _ = _training()
+    noted: list[threading.Thread] = []
+    monkeypatch.setattr(program_end, "note_step", lambda: noted.append(threading.current_thread()))
+    with run.loop(parts=False, trains=trains):
+        assert noted == [threading.current_thread()] * trains
+
+
 def _warned(caplog: pytest.LogCaptureFixture, of: str) -> int:
     return sum(of in record.message for record in caplog.records)
 
@@ -295,19 +307,6 @@ def test_a_collective_of_an_evaluation_within_the_training_loop_is_one_of_that_l
             with run.loop(parts=False, trains=False):
                 run.note_collective("allreduce")
     assert optimizer.pinned == [parts]
-
-
-@pytest.mark.parametrize("parts", [False, True])
-def test_commits_behind_steps_of_micro_batches_leave_their_numbers_free(
-    parts: bool, rank: Callable[[int], None]
-) -> None:
-    """All ranks make equally many steps; `sync(steal)` would end."""
-    run, (optimizer,) = _training()
-    with run.loop(parts=parts, trains=True):
-        for _ in range(3):
-            run.note_step(0)
-        run.note_collective("elastic.TorchState.commit", behind_steps=True)
-    assert optimizer.pinned == ([] if parts else [False])
 
 
 def test_an_idle_first_optimizer_is_warned_of_once(
