@@ -1,12 +1,14 @@
 """Every figure of the documents from one version of the code: measured, shown in a table, and put into the documents.
 
 Rows already measured for this version are skipped, so an interrupted run can be continued. `--record` saves the
-figures in benchmarks/figures.json and writes them between the markers of README.md and docs/.
+figures in benchmarks/figures.json and writes them between the markers of README.md and docs/; rows that were not
+measured this time stay in docs/figures.md, under the version for which they were.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks.figures.drawing import draw
 from benchmarks.figures.measuring import Ledger, measure_row, restrict_to_cores
 from benchmarks.figures.rows import ROWS, Row
-from benchmarks.figures.tables import MarkerError, block_names, render, replace_blocks
+from benchmarks.figures.tables import MarkerError, block_names, render, replace_blocks, with_earlier
 from benchmarks.figures.version import ROOT, VersionError, code_version, is_clean
 from benchmarks.lab.spec import write_json
 
@@ -144,8 +146,10 @@ def _write(ledger: Ledger, record: bool, console: Console) -> None:
     if drawn:
         console.print(f"Plot: {ledger.folder / 'figures.png'}", soft_wrap=True)
     if record:
-        write_json(RECORDED, ledger.document)
-        changed = [page.name for page in pages() if replace_blocks(page, ledger.document)]
+        before = json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.is_file() else ledger.document
+        document = with_earlier(ledger.document, before)
+        write_json(RECORDED, document)
+        changed = [page.name for page in pages() if replace_blocks(page, document)]
         console.print(f"Recorded in {RECORDED.name}; changed: {', '.join(changed) or 'no document'}")
 
 

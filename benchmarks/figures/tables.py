@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.figures.rows import ROWS
 from benchmarks.lab.spec import FREE_VARIANTS, PLAIN_VARIANTS
 
-__all__ = ["PARTS", "MarkerError", "block_names", "blocks_of", "render", "replace_blocks"]
+__all__ = ["PARTS", "MarkerError", "block_names", "blocks_of", "render", "replace_blocks", "with_earlier"]
 
 Rows = Mapping[str, Mapping[str, Any]]
 BEGIN, END = "<!-- figures: begin {} -->", "<!-- figures: end {} -->"
@@ -167,20 +167,49 @@ def render(part: str, document: Mapping[str, Any]) -> str:
     """Return a part's table, with version, date and the rows that were not measured.
 
     Args:
-        part: One of `PARTS`, or `all`.
+        part: One of `PARTS`, or `all`: all of them, then the rows that only earlier versions were measured for.
         document: What `report_all` recorded.
     """
-    if part == "all":
-        return "\n\n".join(f"**{name}**\n\n{_part(name, document)}" for name in PARTS) + f"\n\n{_origin(document)}"
-    return f"{_part(part, document)}\n\n{_origin(document)}"
+    if part != "all":
+        return f"{_part(part, document)}\n\n{_origin(document)}"
+    blocks = [*(f"**{name}**\n\n{_part(name, document)}" for name in PARTS), _origin(document)]
+    for former in document.get("earlier", ()):
+        parts = [name for name in PARTS if any(row.part == name and row.name in former["rows"] for row in ROWS)]
+        blocks.append(f"### Of version `{former['version']}`\n\nNot measured since.")
+        blocks += [f"**{name}**\n\n{_part(name, former, only=former['rows'])}" for name in parts]
+        blocks.append(_origin(former))
+    return "\n\n".join(blocks)
 
 
-def _part(part: str, document: Mapping[str, Any]) -> str:
+def with_earlier(document: Mapping[str, Any], recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures together with the rows that were recorded before and are not among them, by version.
+
+    Args:
+        document: The figures of one version.
+        recorded: What was recorded before, with what it had of earlier versions.
+    """
+    named = {row.name for row in ROWS} - {name for name, row in document["rows"].items() if _is_measured(row)}
+    earlier = []
+    for former in (recorded, *recorded.get("earlier", ())):
+        rows = {name: row for name, row in former["rows"].items() if name in named and _is_measured(row)}
+        named -= rows.keys()
+        if rows and former["version"] != document["version"]:
+            earlier.append({**{key: former[key] for key in ("version", "quick", "date")}, "rows": rows})
+    return {**document, "earlier": earlier}
+
+
+def _is_measured(row: Mapping[str, Any]) -> bool:
+    return row.get("state") == "measured"
+
+
+def _part(part: str, document: Mapping[str, Any], only: Collection[str] | None = None) -> str:
     rows = document["rows"]
-    names = [row.name for row in ROWS if row.part == part]
-    there = [name for name in names if rows.get(name, {}).get("state") == "measured"]
+    names = [row.name for row in ROWS if row.part == part and (only is None or row.name in only)]
+    there = [name for name in names if _is_measured(rows.get(name, {}))]
     lines = PARTS[part](there, rows) if there else []
-    absent = [f"`{name}` ({rows.get(name, {}).get('reason', 'not run')})" for name in names if name not in there]
+    former = {name for each in document.get("earlier", ()) for name in each["rows"]}
+    reasons = {name: "an earlier version was" if name in former else "not run" for name in names}
+    absent = [f"`{name}` ({rows.get(name, {}).get('reason', reasons[name])})" for name in names if name not in there]
     if absent:
         lines += ["", f"Not measured: {'; '.join(absent)}."]
     return "\n".join(lines).strip()

@@ -19,7 +19,7 @@ from benchmarks.figures import measuring, rows, tables
 from benchmarks.figures.drawing import draw
 from benchmarks.figures.measuring import Ledger, arguments_of, measure_row, restrict_to_cores
 from benchmarks.figures.rows import ROWS, Row, of_tta, supported_modes
-from benchmarks.figures.tables import MarkerError, block_names, blocks_of, render, replace_blocks
+from benchmarks.figures.tables import MarkerError, block_names, blocks_of, render, replace_blocks, with_earlier
 from benchmarks.figures.version import ROOT, VersionError, code_version, is_clean
 from benchmarks.lab.measures import summarize
 from benchmarks.lab.spec import write_json
@@ -221,6 +221,18 @@ class TestTables:
         assert "| `DistributedSampler`, `hvd.shard` |" in line
         assert "2.71" not in line and "0.40" in line and "1.08" in line  # `star_hvd`: ratio and bound_ratio.
 
+    def test_rows_of_earlier_versions_stay_below_and_are_named(self) -> None:
+        new = document(version="b", rows={"one-slow": document()["rows"]["one-slow"]})
+        former = document(version="a", earlier=[{**document(version="0"), "rows": document()["rows"]}])
+        found = with_earlier(new, former)
+        assert [(each["version"], list(each["rows"])) for each in found["earlier"]] == [("a", ["overhead-2"])]
+        assert with_earlier(new, found) == found and with_earlier(former, found)["earlier"] == []
+        text = render("all", found)
+        present, _, earlier = text.partition("### Of version `a`")
+        assert "`one-slow`" in present and "`overhead-2` (an earlier version was)" in present
+        assert "| `overhead-2` |" in earlier and "`one-slow`" not in earlier and "Version `a`" in earlier
+        assert "overhead-2" not in render("scenarios", found) and "Version `a`" not in render("costs", found)
+
     def test_what_is_the_same_in_all_rows_is_said_once(self) -> None:
         made = document()
         other = {**made["rows"]["one-slow"], "figures": {**made["rows"]["one-slow"]["figures"], "scenario": "two-slow"}}
@@ -323,4 +335,5 @@ class TestDocuments:
         for page in pages():
             for name, text in blocks_of(page.read_text(encoding="utf-8")).items():
                 assert text == render(name, recorded), f"{page.name}: {name}"
-                assert VERSION_LINE.findall(text) == [recorded["version"]], f"{page.name}: {name}"
+                former = [each["version"] for each in recorded.get("earlier", ())] if name == "all" else []
+                assert VERSION_LINE.findall(text) == [recorded["version"], *former], f"{page.name}: {name}"
