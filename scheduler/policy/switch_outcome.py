@@ -414,7 +414,7 @@ class OutcomeCheck:
         expected, self._expected = self._expected, None
         if expected is not None and expected.plan.label == active.label:
             self._left = ()
-        else:  # Nobody chose it; it may be one that came back, even without another one in between that was seen.
+        else:  # Not chosen by the policy: it may have come back, even without another plan in between that was seen.
             former = self._active.expected if self._active is not None else None
             known = [one for one in (expected, former, *self._left) if one is not None]
             back = next((one for one in known if one.plan.label == active.label), None)
