@@ -16,10 +16,11 @@ from scheduler.diagnosis.machine import MachineStats, throttled_shares
 from scheduler.diagnosis.noise_scale import NoiseScale
 from scheduler.diagnosis.stragglers import Straggler, find_stragglers
 from scheduler.diagnosis.window_stats import OVERSUBSCRIBED, Readings
-from scheduler.plan.completion import groups_gain, resolve
+from scheduler.plan.completion import resolve
 from scheduler.plan.mode_names import MAY_WAIT, ONLY_EXACT, crossing
 from scheduler.policy.candidates import same_plan
 from scheduler.policy.cost_policy import Ranker
+from scheduler.policy.regrouping import Regrouping
 from scheduler.policy.switch_outcome import SwitchOutcome
 from scheduler.records import MODES, Plan, PlanError, StepReport, StepTimes, Window
 from scheduler.rules.step_closing import Close, ClosingRule
@@ -61,8 +62,6 @@ _SOONER = 0.25  # Part of `decide_interval_s` after which slow reports may trigg
 _SHARES = "; now "
 _EXACT = frozenset(("sync",))  # It includes `sync(balanced)` and `sync(steal)`.
 _FED_BY = 8  # Steps after which a loader of `shard` is known if there is one.
-_REGROUP_AFTER = 20  # Consecutive decisions that prefer the same other groups before these are formed.
-_REGROUP_GAIN = 0.10  # Share of gradients per second that groups of `grouped` must add: a change is a hand-over.
 _RATES_S = 3.0  # Longest wait for the rates of links before servers are placed; a sweep takes at most 2 s.
 _OTHERS_S = 1.0
 """After this a warning names other optimizers: one that replaces another is made before that has been dropped."""
@@ -146,8 +145,7 @@ class OptimizerState:
         self.silent_s: Sequence[float] = [0.0] * world_size
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
         self.headroom = HostHeadroom(self._hosts)
-        self._better_groups: tuple[tuple[int, ...], ...] = ()
-        self._preferred = 0  # Consecutive decisions that preferred these to the active ones.
+        self._regrouping = Regrouping()
         self._switch: Switch | None = None
         self._wanted: Plan | None = None
         self._plan_after_load: Plan | None = None
@@ -750,28 +748,9 @@ class OptimizerState:
         logger.warning("optimizer %d stays in sync: %s", self.optimizer_id, why)
 
     def _regroup(self, now_s: float) -> None:
-        """Form new groups, if the user gave none, after the same others were better for `_REGROUP_AFTER` decisions.
-
-        In `grouped` they must be better by `_REGROUP_GAIN`, since of equally fast ranks noise always makes some others
-        best; fewer groups are better because of their lower staleness. For the same reason others that stay better by
-        so much need not be the best ones in each decision.
-        """
+        """Form new groups, if the user gave none, once others have been better for long enough."""
         wanted = self._wanted
         if wanted is None or wanted.groups or self.active.mode != wanted.mode or not self.active.groups:
             return
-        best = self._resolve(wanted).groups
-        if not self._are_better(self._better_groups, best):
-            self._better_groups, self._preferred = best, 0
-        self._preferred += self._are_better(self._better_groups, best)
-        if self._preferred >= _REGROUP_AFTER:
-            self._preferred = 0
+        if self._regrouping.due(self.active, self._resolve(wanted).groups, self.history.usual_s):
             self.publish(wanted.replace(reason="other ranks are alike by now"), now_s)
-
-    def _are_better(self, groups: tuple[tuple[int, ...], ...], best: tuple[tuple[int, ...], ...]) -> bool:
-        """Whether groups, with equally many as the best ones of a decision, are to replace the active ones."""
-        active = self.active.groups
-        if len(groups) != len(best) or {frozenset(group) for group in groups} == {frozenset(g) for g in active}:
-            return False
-        if self.active.mode != "grouped" or len(groups) < len(active):
-            return groups == best
-        return groups_gain(groups, active, self.history.usual_s()) > _REGROUP_GAIN
