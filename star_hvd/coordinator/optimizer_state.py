@@ -25,7 +25,6 @@ from scheduler.policy.switch_outcome import SwitchOutcome
 from scheduler.records import MODES, Plan, PlanError, StepReport, StepTimes, Window
 from scheduler.rules.step_closing import Close, ClosingRule
 from star_hvd.channel.messages.base import (
-    Abandon,
     Arrive,
     CloseStep,
     HeaderNote,
@@ -33,7 +32,6 @@ from star_hvd.channel.messages.base import (
     Message,
     ModeUnsupported,
     OptimizerDropped,
-    PlanMessage,
     StepWaits,
 )
 from star_hvd.channel.messages.switch import Drained, PlanActive, Prepared, PrepareFailed, ServerUp, StepNote, Switched
@@ -47,7 +45,7 @@ from star_hvd.coordinator.report_trigger import SlowReportTrigger
 from star_hvd.coordinator.reports import Arrivals, History, Losses, Pauses, Scale
 from star_hvd.coordinator.set_ledger import SetLedger
 from star_hvd.coordinator.share_control import ShareControl
-from star_hvd.coordinator.switch import Switch
+from star_hvd.coordinator.switch import Published
 
 __all__ = ["OptimizerState"]
 
@@ -108,7 +106,8 @@ class OptimizerState:
         self._refused_by = -1
         self.equal_batches = ""  # Why batches, or numbers of micro-batches, may not differ between ranks.
         self.blocked = PreparationBackoff()
-        self._sets = SetLedger(world_size) if sets is None else sets
+        sets = SetLedger(world_size) if sets is None else sets
+        self._published = Published(optimizer_id, sets)
         self.noise = NoiseScale()
         self.stragglers: tuple[Straggler, ...] = ()
         self.losses = Losses()
@@ -146,16 +145,13 @@ class OptimizerState:
         self.machines: Sequence[MachineStats] = [MachineStats()] * world_size
         self.headroom = HostHeadroom(self._hosts)
         self._regrouping = Regrouping()
-        self._switch: Switch | None = None
         self._wanted: Plan | None = None
         self._plan_after_load: Plan | None = None
         self._rates_by_s = math.inf  # Until when the placement of servers waits for the rates of links.
         self._restarting = False  # Loading a state waits for servers that are draining.
-        self._published: dict[int, Plan] = {}
-        self._next_plan_id = 1
         self._decide_at_s = self._decide_next_s = 0.0  # Next window; the same without a trigger.
         self._alerts = Alerts(config)
-        self.readiness = Readiness(optimizer_id, self._sets, send)
+        self.readiness = Readiness(optimizer_id, sets, send)
         self._trigger = SlowReportTrigger(world_size)
 
     # ---- events ---------------------------------------------------------------------------------------------
@@ -195,7 +191,7 @@ class OptimizerState:
         are gone. Not `sync(steal)` where a pass over more than a batch may not fit in memory on a rank that has opened
         the loader so far; one that opens it later only limits the passes of that epoch.
         """
-        if self._switch is not None or self._is_bound or self.closing or self.plans != [(0, self.active)]:
+        if self.switching or self._is_bound or self.closing or self.plans != [(0, self.active)]:
             return
         if self._wanted is not None and (self._wanted.uneven or self._wanted.steal):
             self._retry_wanted(now_s)
@@ -269,11 +265,10 @@ class OptimizerState:
         self._refused_by = rank
         if message.equal_batches:
             self.equal_batches = message.reason
-        # A rank that detects it later has dropped the pending plan and names the active one.
-        switch = self._switch
         # Servers that are already ending accept no other plan: this one becomes active, and `sync` follows.
-        revocable = switch is not None and not switch.irrevocable
-        if switch is not None and revocable and (switch.plan.relaxed or switch.plan.plan_id == message.plan_id):
+        coming = self._published.revocable
+        # A rank that detects it later has dropped the pending plan and names the active one.
+        if coming is not None and (coming.relaxed or coming.plan_id == message.plan_id):
             self._abandon(message.reason)
         self._maybe_return_to_sync(now_s)
 
@@ -287,13 +282,7 @@ class OptimizerState:
         except PlanError as error:
             logger.warning("plan %s is not possible in this job: %s", plan.label, error)
             return
-        plan = plan.replace(plan_id=self._next_plan_id)
-        self._next_plan_id += 1
-        limit_s = self._config.plan_deadline_s
-        self._switch = Switch(self.optimizer_id, plan, self.active, now_s + limit_s, limit_s)
-        self._published[plan.plan_id] = plan
-        self._send_all(self._sets.order(self.optimizer_id, plan.sets, plan.plan_id))
-        self._send(PlanMessage(self.optimizer_id, plan.to_dict()))
+        self._send_all(self._published.publish(plan, self.active, now_s, self._config.plan_deadline_s))
 
     def _resolve(self, plan: Plan) -> Plan:
         return resolve(
@@ -322,39 +311,42 @@ class OptimizerState:
     @property
     def switching(self) -> bool:
         """Whether a published plan is not active yet; publishing another one replaces it."""
-        return self._switch is not None
+        return self._published.pending is not None
 
     @property
     def feeding(self) -> Plan:
         """The plan whose batch sizes the loader uses: in plain `sync` the pending one, if that only changes sizes."""
-        coming = self._switch.plan if self._switch is not None else self.active
+        coming = self._published.newest(self.active)
         return coming if (coming.balanced or coming.steal) and self.active.plain else self.active
 
     def prepare_failed(self, rank: int, message: PrepareFailed, now_s: float) -> None:
         """Abandon the pending plan, which a rank failed to prepare, and block its mode for a while."""
-        if self._switch is not None and message.plan_id == self._switch.plan.plan_id and not self._switch.irrevocable:
+        coming = self._published.revocable
+        if coming is not None and coming.plan_id == message.plan_id:
             self._block_mode(f"rank {rank}: {message.reason}", now_s)
 
     def prepared(self, rank: int, message: Prepared) -> None:
         """Note that a rank has prepared the pending plan."""
-        if self._switch is not None and message.plan_id == self._switch.plan.plan_id:
-            self._send_all(self._switch.rank_ready(rank))
+        switch = self._published.pending
+        if switch is not None and message.plan_id == switch.plan.plan_id:
+            self._send_all(switch.rank_ready(rank))
 
     def restart(self, now_s: float) -> None:
         """Switch to `sync`, and later back to the same plan: all ranks are about to load a state that servers lack."""
         self._restarting = False
-        if self._switch is not None and self._switch.irrevocable:
+        if self.switching and self._published.revocable is None:
             self._restarting = True  # The old servers are draining already and take no other plan.
             return
-        self._plan_after_load = self._switch.plan if self._switch is not None else self.active
-        if self._switch is not None:
+        self._plan_after_load = self._published.newest(self.active)
+        if self.switching:
             self._abandon("a state is being loaded")
         self.publish(self._sync("a state is being loaded"), now_s)
 
     def server_up(self, message: ServerUp) -> None:
         """Note that a server of the pending plan is running."""
-        if self._switch is not None and message.plan_id == self._switch.plan.plan_id:
-            self._send_all(self._switch.server_up(message.index, message.address))
+        switch = self._published.pending
+        if switch is not None and message.plan_id == switch.plan.plan_id:
+            self._send_all(switch.server_up(message.index, message.address))
 
     def switched(self, message: Drained | Switched, now_s: float) -> None:
         """Send all ranks the step at which the old mode ended, which only some of them know."""
@@ -415,13 +407,14 @@ class OptimizerState:
             self._close(order, now_s)
         if again_s is not None:
             wake_s = min(wake_s, again_s)
-        if self._switch is not None and self._switch.overdue(self.rule.step, now_s):
-            missed = "some rank did not switch to it" if self._switch.prepared else "not all ranks prepared it"
+        switch = self._published.pending
+        if switch is not None and switch.overdue(self.rule.step, now_s):
+            missed = "some rank did not switch to it" if switch.prepared else "not all ranks prepared it"
             self._block_mode(f"{missed} within {self._config.plan_deadline_s:g} s", now_s)
-        self._alerts.draining(self._switch, now_s)
+        self._alerts.draining(self._published.pending, now_s)
         self._note_others(now_s)
         self._maybe_return_to_sync(now_s)
-        if self._restarting and self._switch is None:
+        if self._restarting and not self.switching:
             self._restarting = self.active.family in ("ps", "grouped")
             if self._restarting:
                 self.restart(now_s)
@@ -553,12 +546,11 @@ class OptimizerState:
 
     def _maybe_return_to_sync(self, now_s: float) -> None:
         """Return to `sync` if the active mode is not possible, on a rank or at all, which was not known before."""
-        if self._switch is not None and not self._switch.irrevocable:
-            coming = self._switch.plan
-            if crosses := self._crossing(coming):
-                self._note_crossing(coming.label, crosses)
-                self._abandon(crosses)
-        if self._switch is not None:
+        coming = self._published.revocable
+        if coming is not None and (crosses := self._crossing(coming)):
+            self._note_crossing(coming.label, crosses)
+            self._abandon(crosses)
+        if self.switching:
             return
         if crosses := self._crossing(self.active):
             self.publish(self._sync(crosses), now_s)
@@ -576,22 +568,18 @@ class OptimizerState:
         self.history.append(StepReport(rank=rank, step=step, times=times, wait_s=wait_s, late=late))
 
     def _acted(self, rank: int, plan_id: int, step: int) -> None:
-        if plan_id < self._next_plan_id:  # A later one was never published; noting it would free process sets in use.
-            self._sets.acted(self.optimizer_id, rank, plan_id)
+        self._published.acted(rank, plan_id)
         self._note_plan(plan_id, step)
 
     def _note_plan(self, plan_id: int, step: int) -> None:
         """Activate a newer plan that a rank acts on: all ranks agreed on it in a header, maybe as it was abandoned."""
         if plan_id <= self.active.plan_id or plan_id not in self._published:
             return
-        self.active = self._published[plan_id]
+        self.active = self._published.activate(plan_id)
         self.losses.drop_pushes()
         self.blocked.succeeded(self.active.mode)
         if self._wanted is not None and self._wanted.mode == self.active.mode:
             self._wanted_failed = ""
-        self._published = {e: plan for e, plan in self._published.items() if e > plan_id}
-        if self._switch is not None and self._switch.plan.plan_id <= plan_id:
-            self._switch = None
         self.rule.plan = self.active
         self.plans.append((step, self.active))
         logger.warning("step %d: %s: %s", step, self.active.label, self.active.reason or "asked for")
@@ -600,12 +588,13 @@ class OptimizerState:
 
     def _block_mode(self, reason: str, now_s: float) -> None:
         """Abandon the pending plan and block its mode for a while: an immediate retry would probably fail as well."""
-        assert self._switch is not None
-        mode = self._switch.plan.mode
+        switch = self._published.pending
+        assert switch is not None
+        mode = switch.plan.mode
         if mode != "sync":
             first, advice = self.blocked.block(mode, now_s), ""
             if self._wanted is not None and self._wanted.mode == mode:
-                failed = "did not come into force" if self._switch.prepared else "could not be prepared"
+                failed = "did not come into force" if switch.prepared else "could not be prepared"
                 self._wanted_failed = f"{self._wanted.label} {failed}: {reason}"
                 advice = (
                     f". Training continues in {self.active.label}, and {self._wanted.label}, which was asked for, is "
@@ -616,13 +605,8 @@ class OptimizerState:
         self._abandon(reason)
 
     def _abandon(self, reason: str) -> None:
-        assert self._switch is not None
-        plan = self._switch.plan
-        if not self._switch.committed:
-            self._sets.abandoned(self.optimizer_id, plan.plan_id)
-        self._switch = None
-        logger.info("plan %s is abandoned: %s", plan.label, reason)
-        self._send(Abandon(self.optimizer_id, plan.plan_id, reason))
+        logger.info("plan %s is abandoned: %s", self._published.newest(self.active).label, reason)
+        self._send_all(self._published.abandon(reason))
 
     def _close(self, order: Close, now_s: float) -> None:
         self.closed += 1
@@ -635,9 +619,9 @@ class OptimizerState:
         window = dataclasses.replace(self.window(now_s), pause_s=self._pauses.take_longest_s())
         self._trigger.set_typical(Readings.of(window).typical_s)
         self.stragglers = self._alerts.stragglers(window, find_stragglers(window), self.machines, now_s)
-        if self._switch is not None or self._is_bound or self.closing:
+        if self.switching or self._is_bound or self.closing:
             if self.choice is not None:
-                self.choice.watch(window, self.active, now_s, preparing=self._switch is not None)
+                self.choice.watch(window, self.active, now_s, preparing=self.switching)
             return
         if self._plan_after_load is not None and self.active.mode == "sync" and self.rule.ready:
             restored, self._plan_after_load = self._plan_after_load, None
@@ -653,8 +637,9 @@ class OptimizerState:
             self.readiness.for_links(self.links.to_prepare_for(now_s), self.gradient_bytes, self.blocked)
             self.readiness.for_plan(self.choice.coming, self.blocked)
         if plan is not None and not self._is_active(plan):
-            self.predictions_by_plan[self._next_plan_id] = self.choice.predictions()
-            self.predictions_by_plan.pop(self._next_plan_id - _MAX_UNLOGGED_PREDICTIONS, None)  # Without a run log.
+            plan_id = self._published.next_id
+            self.predictions_by_plan[plan_id] = self.choice.predictions()
+            self.predictions_by_plan.pop(plan_id - _MAX_UNLOGGED_PREDICTIONS, None)  # Without a run log.
             self.publish(plan, now_s)
 
     @property
@@ -715,7 +700,7 @@ class OptimizerState:
         same = same and self.active.steal == wanted.steal
         if not same and wanted.mode not in self.blocked:
             self.publish(wanted, now_s)
-            if self._switch is None:  # Not possible in this job, which `publish` has logged.
+            if not self.switching:  # Not possible in this job, which `publish` has logged.
                 self.blocked.block(wanted.mode, now_s)
 
     def shares_changed(self, step: int, shares: tuple[int, ...], sentence: str) -> None:

@@ -13,9 +13,11 @@ from scheduler.plan.headroom import Headroom
 from scheduler.plan.plan import Plan, PlanError
 from scheduler.rules.step_closing import ClosingRule
 from star_hvd.channel.late_push import PUSH_HEADER, LatePushes, is_measured, rate_of
-from star_hvd.channel.messages.switch import Commit, Servers
+from star_hvd.channel.messages.base import Abandon, Message, PlanMessage
+from star_hvd.channel.messages.switch import Commit, MakeSet, Servers
 from star_hvd.coordinator.links import LinkSurvey
-from star_hvd.coordinator.switch import Switch
+from star_hvd.coordinator.set_ledger import SetLedger
+from star_hvd.coordinator.switch import Published, Switch
 from star_hvd.engine.buckets import pack
 from star_hvd.engine.exchange.late_gradients import LateGradients
 from star_hvd.engine.records import Counters
@@ -42,6 +44,53 @@ def test_a_switch_waits_for_all_ranks_and_says_once_that_they_are_ready() -> Non
     assert [switch.rank_ready(rank) for rank in (2, 0, 0, 1)] == [[]] * 4
     assert switch.rank_ready(3) == [Commit(7, 3)]
     assert switch.rank_ready(3) == [] and switch.committed and not switch.irrevocable
+
+
+def published(*plans: Plan) -> tuple[Published, SetLedger, list[list[Message]]]:
+    """Plans published one after the other beside `sync`, and the messages of each."""
+    sets = SetLedger(4)
+    made = Published(7, sets)
+    return made, sets, [made.publish(plan, SYNC, 0.0, 60.0) for plan in plans]
+
+
+def test_a_plans_process_sets_are_ordered_before_it_and_the_next_one_takes_its_place() -> None:
+    made, _, (first, second) = published(Plan.subgroup(4, [0, 1]), Plan.partial(4, 3))
+    *ordered, plan = first
+    assert MakeSet([0, 1]) in ordered and isinstance(plan, PlanMessage) and plan.plan["epoch"] == 1
+    assert [type(message) for message in second] == [PlanMessage]
+    assert made.newest(SYNC) == made.revocable == Plan.partial(4, 3, plan_id=2) and made.next_id == 3
+
+
+def test_an_abandoned_plan_may_still_come_into_force_and_then_ends_those_before() -> None:
+    made, _, _ = published(Plan.partial(4, 3), Plan.partial(4, 2))
+    assert made.abandon("too slow") == [Abandon(7, 2, "too slow")]
+    assert made.pending is made.revocable is None and made.newest(SYNC) is SYNC and 2 in made
+    made.publish(Plan.subgroup(4, [0, 1]), SYNC, 0.0, 60.0)
+    assert made.activate(2).label == "partial(2)"
+    assert [number in made for number in (1, 2, 3)] == [False, False, True] and made.pending is not None
+    made.activate(3)
+    assert made.pending is None and 3 not in made
+
+
+def test_sets_of_an_abandoned_plan_are_kept_if_some_ranks_may_have_activated_it() -> None:
+    for committed in (False, True):
+        made, sets, _ = published(Plan.subgroup(4, [0, 1]))
+        assert made.pending is not None
+        made.pending.committed = committed
+        made.abandon("too slow")
+        sets.tidy(0.0)
+        assert bool(sets.tidy(1e6)) is not committed
+
+
+def test_a_plan_that_was_never_published_frees_no_set() -> None:
+    made, sets, _ = published(Plan.subgroup(4, [0, 1]))
+    for plan_id, free in ((5, False), (2, True)):
+        if free:
+            made.publish(SYNC, SYNC, 0.0, 60.0)
+        for rank in range(4):
+            made.acted(rank, plan_id)
+        sets.tidy(0.0)
+        assert bool(sets.tidy(1e6)) is free
 
 
 def test_servers_are_told_once_all_of_them_run() -> None:
