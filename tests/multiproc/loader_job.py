@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 import star_hvd as hvd
 from star_hvd.input.sample_order import Permutation
 from star_hvd.runtime import meetings
-from star_hvd.runtime.inactivity import Inactivity
 from tests.multiproc.modes import deadline
 from tests.multiproc.scenarios import compute, digest, model
 from tests.support.launch import write_result
@@ -186,7 +185,7 @@ SHORT = ("shard", "join")
 SHORT_EPOCHS, SHORT_STEPS = 20, 2
 
 
-class _LeavesLate(Inactivity):
+class _LeavesLate(meetings.Inactivity):
     """An inactive period whose end comes later on one of two ranks, as if it were suspended there."""
 
     late = False

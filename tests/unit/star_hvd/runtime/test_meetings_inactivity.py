@@ -10,7 +10,7 @@ import pytest
 
 from star_hvd.errors import DeadlineError
 from star_hvd.modes.mode_switcher import ModeSwitcher
-from star_hvd.runtime.inactivity import Inactivity
+from star_hvd.runtime.meetings import Inactivity
 from tests.support.world import World
 
 DEADLINE_S = 60.0
