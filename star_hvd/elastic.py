@@ -159,7 +159,7 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
         inactive: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if running is not None and running.drivers:
             # Horovod broadcasts by its own function, which notes nothing.
-            running.note_collective("elastic.TorchState.commit or check_host_updates")
+            running.loops.note_collective("elastic.TorchState.commit or check_host_updates")
             inactive = running.inactive("commit", out_of_data=False)
         try:
             with inactive:

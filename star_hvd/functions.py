@@ -182,7 +182,7 @@ def _inactive_in(function: Callable[P, R], *, meets: bool = True) -> Callable[P,
         if run is None or not run.trains:
             return function(*args, **kwargs)
         run.finish_steps()
-        run.note_collective(function.__name__)
+        run.loops.note_collective(function.__name__)
         mixed, given = run.mixed, signature.bind(*args, **kwargs)
         # In a process set of the user's, members do not wait for other ranks.
         collective = _name(run, function.__name__, given, meets=mixed and run.meets) if meets else None

@@ -306,7 +306,7 @@ class ShardLoader:
         run.feeding.begin(self._number)
         exhausted = False
         try:
-            with run.loop(parts=bool(self._parts), trains=not self._evaluates):
+            with run.loops.inside(parts=bool(self._parts), trains=not self._evaluates):
                 yield from (self._epoch_in_parts if self._parts else self._epoch_in_batches)(coming)
             exhausted = True
         finally:

@@ -67,6 +67,7 @@ from star_hvd.runtime import program_end
 from star_hvd.runtime.asked_plans import AskedPlans
 from star_hvd.runtime.coordinator_client import CoordinatorClient
 from star_hvd.runtime.job_log import JobLog, check_curves, forget_unlogged
+from star_hvd.runtime.loops import ProgramLoops
 from star_hvd.runtime.machine_notes import MachineNotes
 from star_hvd.runtime.meetings import Meetings
 from star_hvd.runtime.memory_limits import MemoryLimits
@@ -136,9 +137,6 @@ def may_start() -> bool:
     return not env.elastic() or _inside_elastic > 0
 
 
-_LOOPING = 2  # Steps behind which a collective belongs to a loop's iterations, not to setting something up.
-_EVALUATING = 3  # The same for a loop without steps: collectives from which on they belong to its iterations.
-_IDLE_STEPS = 64  # Steps of other optimizers without one of the first, after which that counts as idle.
 _AFTER_ERROR_S = 60.0
 """Longest wait for the other ranks within the handling of an error: on one rank alone it has to end the job, as under
 plain Horovod; an early end of the training that is an exception, too, comes on all ranks within some steps."""
@@ -185,23 +183,6 @@ def _with_environment(config: Config) -> Config:
     return dataclasses.replace(config, **changes)
 
 
-@dataclasses.dataclass(eq=False, slots=True)
-class _Loop:
-    """An open iteration over a `shard` loader.
-
-    Attributes:
-        began: `Runtime.steps_ended` as it began.
-        parts: Whether it is over micro-batches.
-        trains: Whether its batches give gradients.
-        collectives: The program's collectives within it, if nothing is trained.
-    """
-
-    began: int
-    parts: bool
-    trains: bool
-    collectives: int = 0
-
-
 class Runtime:
     """See the module's text.
 
@@ -223,9 +204,6 @@ class Runtime:
         self.behind_step: Callable[[], None] | None = None  # Called behind the step of micro-batches in progress.
         self.memory = MemoryLimits(self.config.max_batch)
         self.steps_ended = 0  # How often the gradients of a step were collected, over all optimizers.
-        self._loops: list[_Loop] = []  # The innermost last.
-        self._steps_beside_first = 0  # Steps of other optimizers since the last one of the first.
-        self._warned_of_idle = self._warned_of_evaluation = False
         self._had_shares = False
         self.thread_failure: StarError | RankLostError | None = None  # Why a thread of this process ended, if one did.
         self.agent: Agent
@@ -242,6 +220,9 @@ class Runtime:
         self.user_calls: collections.Counter[str] = collections.Counter()
         self.reference_samples = float(config.reference_samples)
         self._meetings = Meetings(self.drivers, lambda message: self.agent.send(message), self.raise_failure)
+        self.loops = ProgramLoops(
+            self.rank, self.world_size, self.drivers, lambda: self.steps_ended, self.in_training_thread
+        )
         self.joined = Joined(
             lambda message: self.agent.send(message), self.raise_failure,
             lambda what: self._meetings.meet(what, self.config.step_deadline_s, out_of_data=True), self.user_calls,
@@ -426,88 +407,8 @@ class Runtime:
         self.steps_ended += 1
         self._meetings.note_training_thread()
         program_end.note_step()
-        self._look_for_idle_first(number)
-
-    def _look_for_idle_first(self, number: int) -> None:
-        """Warn, once, if the optimizer whose steps count the batches of `shard` makes none while another one does.
-
-        Args:
-            number: Number of the optimizer that makes a step.
-        """
         first = self._first_driver
-        if first is None or first.number == number or not self._loops:
-            self._steps_beside_first = 0
-            return
-        self._steps_beside_first += 1
-        if self._steps_beside_first < _IDLE_STEPS or self._warned_of_idle or self.rank != 0:
-            return
-        self._warned_of_idle = True
-        logger.warning(
-            "batches are counted by the steps of optimizer %d, which made none while others made %d: until it makes "
-            "one, loader.state_dict() in the middle of an epoch is wrong and batch shares do not change. If it is no "
-            "longer used, call its close() on all ranks",
-            first.number,
-            _IDLE_STEPS,
-        )
-
-    @contextlib.contextmanager
-    def loop(self, *, parts: bool, trains: bool) -> Iterator[None]:
-        """The program's loop over a `shard` loader, see `note_collective`.
-
-        Args:
-            parts: Whether it is over micro-batches.
-            trains: Whether its batches give gradients.
-        """
-        opened = _Loop(self.steps_ended, parts, trains)
-        if trains:
-            program_end.note_step()  # An error in its first iteration ends the training, too.
-        self._loops.append(opened)
-        try:
-            yield
-        finally:
-            self._loops.remove(opened)
-
-    def note_collective(self, name: str) -> None:
-        """Keep `auto` in exact modes if the program calls a collective within its loop over a `shard` loader.
-
-        In relaxed modes ranks take batches as they need them, so one would wait for the others in a collective of an
-        iteration that these do not have. One that belongs to the first step of a loop may set something up. Where
-        nothing is trained there is no step to tell by, and numbers of batches that are equal by luck work: that is
-        warned of.
-
-        Args:
-            name: The collective.
-        """
-        if not self.in_training_thread():
-            return
-        opened = list(self._loops)
-        if opened and not opened[-1].trains:
-            self._note_in_evaluation(opened[-1], name)
-        loops = [loop.parts for loop in opened if loop.trains and self.steps_ended - loop.began >= _LOOPING]
-        if not loops:
-            return
-        reason = (
-            f"the program calls hvd.{name} within its loop over an hvd.shard loader, so all ranks need equally many "
-            "iterations; call it behind the loop to have relaxed modes"
-        )
-        for driver in list(self.drivers.values()):
-            if driver.auto:
-                driver.pin(reason, equal_batches=any(loops))  # Micro-batches that others take over are iterations, too.
-
-    def _note_in_evaluation(self, loop: _Loop, name: str) -> None:
-        """Warn, once, of collectives in the iterations of a loop in which nothing is trained."""
-        loop.collectives += 1
-        if loop.collectives < _EVALUATING or self._warned_of_evaluation or self.world_size == 1:
-            return
-        if any(driver.equal_batches for driver in list(self.drivers.values())):
-            return  # Such loops have equally many batches, too.
-        self._warned_of_evaluation = True
-        logger.warning(
-            "hvd.%s is called within a loop over an hvd.shard loader in which nothing is trained: ranks have different "
-            "numbers of batches there, and one would wait for the others in vain; add up on each rank and call it "
-            "behind the loop",
-            name,
-        )
+        self.loops.note_step(number, number if first is None else first.number)
 
     @property
     def trains(self) -> bool:

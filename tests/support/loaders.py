@@ -183,7 +183,7 @@ class World:
             world_size=ranks,
             client=client,
             drivers={},
-            loop=lambda parts, trains: contextlib.nullcontext(),
+            loops=SimpleNamespace(inside=lambda parts, trains: contextlib.nullcontext()),
             reference_samples=0.0,
             catch_up=lambda: None,
             rank=rank,

@@ -34,9 +34,7 @@ class Running:
         self.inside_step = False
         self.behind_step: Any = None
         self.noted: list[str] = []
-
-    def note_collective(self, name: str) -> None:
-        self.noted.append(name)
+        self.loops = SimpleNamespace(note_collective=self.noted.append)
 
     def inactive(self, reason: str, *, out_of_data: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

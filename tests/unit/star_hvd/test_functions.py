@@ -37,9 +37,7 @@ class Running:
 
     def __init__(self, *, trains: bool) -> None:
         self.trains = trains
-
-    def note_collective(self, name: str) -> None:
-        pass
+        self.loops = types.SimpleNamespace(note_collective=lambda name: None)
 
 
 @pytest.fixture
@@ -184,7 +182,7 @@ def test_what_a_broadcast_writes_is_not_the_programs_own_change(monkeypatch: pyt
     )
     run = types.SimpleNamespace(
         trains=True, mixed=False, drivers={0: driver}, user_calls=collections.Counter(), finish_steps=lambda: None,
-        note_collective=lambda name: None,
+        loops=types.SimpleNamespace(note_collective=lambda name: None),
         in_training_thread=lambda: True, joined=types.SimpleNamespace(during=lambda what: contextlib.nullcontext()),
     )  # fmt: skip
     monkeypatch.setattr(runtime, "current", lambda: run)

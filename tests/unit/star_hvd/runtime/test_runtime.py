@@ -18,7 +18,7 @@ from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.shares import Feeds
 from star_hvd.config import Config
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
-from star_hvd.runtime import program_end, runtime
+from star_hvd.runtime import runtime
 from star_hvd.runtime.runtime import Runtime
 
 
@@ -248,81 +248,20 @@ class Optimizer:
         self.pinned.append(equal_batches)
 
 
-def _training(optimizers: int = 1) -> tuple[Runtime, list[Optimizer]]:
-    run, made = runtime.ensure(), [Optimizer(number) for number in range(optimizers)]
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_programs_loops_know_of_its_steps_and_of_the_optimizer_whose_steps_count(
+    first: int, rank: Callable[[int], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, made = runtime.ensure(), [Optimizer(number) for number in range(2)]
+    made[0].dropped = first == 1
     run.drivers.update(enumerate(cast(Any, made)))
-    return run, made
-
-
-@pytest.mark.parametrize("trains", [False, True])
-def test_the_thread_that_begins_a_training_loop_is_the_one_whose_errors_count(
-    trains: bool, rank: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before its first step already: many programs fail in their first iteration."""
-    run, _ = _training()
-    noted: list[threading.Thread] = []
-    monkeypatch.setattr(program_end, "note_step", lambda: noted.append(threading.current_thread()))
-    with run.loop(parts=False, trains=trains):
-        assert noted == [threading.current_thread()] * trains
-
-
-def _warned(caplog: pytest.LogCaptureFixture, of: str) -> int:
-    return sum(of in record.message for record in caplog.records)
-
-
-def test_collectives_in_the_iterations_of_an_evaluation_are_warned_of_once(
-    rank: Callable[[int], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    run, (optimizer,) = _training()
-    warned = []
-    for calls in (2, 2, 3, 5):
-        with run.loop(parts=False, trains=False):
-            for _ in range(calls):
-                run.note_step(0)  # A loop that was left open, while another one trains.
-                run.note_collective("allreduce")
-        warned.append(_warned(caplog, "hvd.allreduce is called within a loop over an hvd.shard loader in which"))
-    assert warned == [0, 0, 1, 1] and optimizer.pinned == []
-
-
-def test_evaluations_with_equally_many_batches_on_all_ranks_may_hold_collectives(
-    rank: Callable[[int], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    run, (optimizer,) = _training()
-    optimizer.equal_batches = "SyncBatchNorm"
-    with run.loop(parts=False, trains=False):
-        for _ in range(5):
-            run.note_collective("allreduce")
-    assert caplog.records == []
-
-
-@pytest.mark.parametrize("parts", [False, True])
-def test_a_collective_of_an_evaluation_within_the_training_loop_is_one_of_that_loop(
-    parts: bool, rank: Callable[[int], None]
-) -> None:
-    run, (optimizer,) = _training()
-    with run.loop(parts=parts, trains=True):
-        for _ in range(2):
-            assert optimizer.pinned == []
-            run.note_step(0)
-            with run.loop(parts=False, trains=False):
-                run.note_collective("allreduce")
-    assert optimizer.pinned == [parts]
-
-
-def test_an_idle_first_optimizer_is_warned_of_once(
-    rank: Callable[[int], None], caplog: pytest.LogCaptureFixture
-) -> None:
-    run, _ = _training(optimizers=2)
-    for _ in range(100):
-        run.note_step(1)  # Without a loader nothing counts by the first one.
-    with run.loop(parts=False, trains=True):
-        for _ in range(40):
-            for number in (0, 1, 1, 1, 1, 1):
-                run.note_step(number)
-        assert caplog.records == []
-        for _ in range(200):
+    with run.loops.inside(parts=True, trains=True):
+        for _ in range(64):
             run.note_step(1)
-    assert _warned(caplog, "batches are counted by the steps of optimizer 0, which made none") == 1
+        run.loops.note_collective("allreduce")
+    assert [optimizer.pinned for optimizer in made] == [[True], [True]]
+    told = [record.getMessage() for record in caplog.records]
+    assert ["counted by the steps of optimizer 0, which made none" in each for each in told] == [True] * (first == 0)
 
 
 # ---- the end of an optimizer -----------------------------------------------------------------------------------------

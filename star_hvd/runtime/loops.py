@@ -1,0 +1,143 @@
+"""The program's loops over `shard` loaders: what in them bars relaxed modes, or does not do what the user expects."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Mapping
+
+from star_hvd.modes.driver import StepDriver
+from star_hvd.runtime import program_end
+
+__all__ = ["ProgramLoops"]
+
+logger = logging.getLogger("star_hvd")
+
+_LOOPING = 2  # Steps behind which a collective belongs to a loop's iterations, not to setting something up.
+_EVALUATING = 3  # The same for a loop without steps: collectives from which on they belong to its iterations.
+_IDLE_STEPS = 64  # Steps of other optimizers without one of the first, after which that counts as idle.
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Loop:
+    """An open iteration over a `shard` loader.
+
+    Attributes:
+        began: `Runtime.steps_ended` as it began.
+        parts: Whether it is over micro-batches.
+        trains: Whether its batches give gradients.
+        collectives: The program's collectives within it, if nothing is trained.
+    """
+
+    began: int
+    parts: bool
+    trains: bool
+    collectives: int = 0
+
+
+class ProgramLoops:
+    """The open loops of one rank's program.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        drivers: Drivers of all optimizers, by number; filled by others.
+        steps_ended: Returns `Runtime.steps_ended`.
+        in_training_thread: Returns whether the calling thread is the one that trains.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        drivers: Mapping[int, StepDriver],
+        steps_ended: Callable[[], int],
+        in_training_thread: Callable[[], bool],
+    ) -> None:
+        self._rank, self._world_size, self._drivers = rank, world_size, drivers
+        self._steps_ended, self._in_training_thread = steps_ended, in_training_thread
+        self._open: list[_Loop] = []  # The innermost last.
+        self._steps_beside_first = 0  # Steps of other optimizers since the last one of the first.
+        self._warned_of_idle = self._warned_of_evaluation = False
+
+    @contextlib.contextmanager
+    def inside(self, *, parts: bool, trains: bool) -> Iterator[None]:
+        """Make the block a loop over a `shard` loader, see `note_collective`.
+
+        Args:
+            parts: Whether it is over micro-batches.
+            trains: Whether its batches give gradients.
+        """
+        opened = _Loop(self._steps_ended(), parts, trains)
+        if trains:
+            program_end.note_step()  # An error in its first iteration ends the training, too.
+        self._open.append(opened)
+        try:
+            yield
+        finally:
+            self._open.remove(opened)
+
+    def note_step(self, number: int, first: int) -> None:
+        """Warn, once, if the optimizer whose steps count the batches of `shard` makes none while another one does.
+
+        Args:
+            number: Number of the optimizer that makes a step.
+            first: Number of the one whose steps count the batches.
+        """
+        if first == number or not self._open:
+            self._steps_beside_first = 0
+            return
+        self._steps_beside_first += 1
+        if self._steps_beside_first < _IDLE_STEPS or self._warned_of_idle or self._rank != 0:
+            return
+        self._warned_of_idle = True
+        logger.warning(
+            "batches are counted by the steps of optimizer %d, which made none while others made %d: until it makes "
+            "one, loader.state_dict() in the middle of an epoch is wrong and batch shares do not change. If it is no "
+            "longer used, call its close() on all ranks",
+            first,
+            _IDLE_STEPS,
+        )
+
+    def note_collective(self, name: str) -> None:
+        """Keep `auto` in exact modes if the program calls a collective within its loop over a `shard` loader.
+
+        In relaxed modes ranks take batches as they need them, so one would wait for the others in a collective of an
+        iteration that these do not have. One that belongs to the first step of a loop may set something up. Where
+        nothing is trained there is no step to tell by, and numbers of batches that are equal by luck work: that is
+        warned of.
+
+        Args:
+            name: The collective.
+        """
+        if not self._in_training_thread():
+            return
+        opened = list(self._open)
+        if opened and not opened[-1].trains:
+            self._note_in_evaluation(opened[-1], name)
+        loops = [loop.parts for loop in opened if loop.trains and self._steps_ended() - loop.began >= _LOOPING]
+        if not loops:
+            return
+        reason = (
+            f"the program calls hvd.{name} within its loop over an hvd.shard loader, so all ranks need equally many "
+            "iterations; call it behind the loop to have relaxed modes"
+        )
+        for driver in list(self._drivers.values()):
+            if driver.auto:
+                driver.pin(reason, equal_batches=any(loops))  # Micro-batches that others take over are iterations, too.
+
+    def _note_in_evaluation(self, loop: _Loop, name: str) -> None:
+        """Warn, once, of collectives in the iterations of a loop in which nothing is trained."""
+        loop.collectives += 1
+        if loop.collectives < _EVALUATING or self._warned_of_evaluation or self._world_size == 1:
+            return
+        if any(driver.equal_batches for driver in list(self._drivers.values())):
+            return  # Such loops have equally many batches, too.
+        self._warned_of_evaluation = True
+        logger.warning(
+            "hvd.%s is called within a loop over an hvd.shard loader in which nothing is trained: ranks have different "
+            "numbers of batches there, and one would wait for the others in vain; add up on each rank and call it "
+            "behind the loop",
+            name,
+        )
