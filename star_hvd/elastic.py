@@ -157,12 +157,16 @@ class TorchState(_elastic.TorchState):  # type: ignore[misc]  # Horovod is untyp
     def _check_host_updates(self) -> None:
         running = runtime.current()
         inactive: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        # Horovod broadcasts by its own function, which notes nothing.
+        name = "elastic.TorchState.commit or check_host_updates"
+        if running is not None:
+            waits = running.program_waits.during(name)
         if running is not None and running.drivers:
-            # Horovod broadcasts by its own function, which notes nothing.
-            running.loops.note_collective("elastic.TorchState.commit or check_host_updates")
+            running.loops.note_collective(name)
             inactive = running.inactive("commit", out_of_data=False)
         try:
-            with inactive:
+            with waits, inactive:
                 super().check_host_updates()
         except HostsUpdatedInterrupt as interrupt:
             # Where hosts have only left, too: ranks may be at different steps, and loaders go on from what is synced.

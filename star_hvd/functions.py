@@ -197,6 +197,23 @@ def _inactive_in(function: Callable[P, R], *, meets: bool = True) -> Callable[P,
                 for driver in run.drivers.values():
                     driver.timer.add_outside(time.monotonic() - began_s)
 
+    return _reported(wrapper) if meets else wrapper
+
+
+def _reported(function: Callable[P, R]) -> Callable[P, R]:
+    """Report that the program waits for all ranks in `function`, unless it is one of a process set of the user's."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        run = runtime.current()
+        if run is None:
+            return function(*args, **kwargs)
+        where = signature.bind(*args, **kwargs).arguments.get("process_set", global_process_set)
+        of_all = where is global_process_set
+        with run.program_waits.during(function.__name__) if of_all else contextlib.nullcontext():
+            return function(*args, **kwargs)
+
     return wrapper
 
 
@@ -395,6 +412,8 @@ def join(*args: Any, **kwargs: Any) -> int:
     run = runtime.current()
     last = run.join() if run is not None and run.trains else None
     of_horovod = int(mpi_ops.join(*args, **kwargs))
+    if run is not None:
+        run.program_waits.joined()
     return of_horovod if last is None else last
 
 
@@ -402,14 +421,14 @@ def join(*args: Any, **kwargs: Any) -> int:
 
 _MARK = "_star_hvd_replaces"
 _LIBRARIES = ("star_hvd", "horovod")
-_WITHOUT_OPTIMIZER = ("add_process_set", "init", "remove_process_set", "shutdown")
+_WITHOUT_OPTIMIZER = ("add_process_set", "init", "join", "remove_process_set", "shutdown")
 
 
 def needed(name: str) -> bool:
     """Whether a program that calls `name` of `horovod.torch` needs the function of this module.
 
     Horovod's `init` would forget operations in flight, and its `shutdown` leave while other ranks still train. Process
-    sets may still be removed when the last optimizer is closed.
+    sets may still be removed when the last optimizer is closed, and behind `join` collectives are counted anew.
     """
     run = runtime.current()
     return run is not None and (run.trains or name in _WITHOUT_OPTIMIZER)

@@ -86,8 +86,10 @@ def shard(
 
     Ranks may have different numbers of iterations, by one in `sync` without `drop_last`, by more in relaxed modes and
     where nothing is trained. So call collectives of the program behind the loop, not in its iterations: a rank that
-    has no more waits for the others at the end of the loop. Under `auto`, ranks stay in exact modes from the first such
-    call on, so that they have equally many.
+    has no more waits for the others at the end of the loop. Under `auto`, ranks stay in exact modes from the first
+    such call on, so that they have equally many. If ranks wait in a blocking collective for others that wait in a
+    loop, in an evaluation under `torch.no_grad()` for example, these raise a `StarError` that names the collective;
+    else all would wait for ever.
 
     Args:
         data: A map-style data set, a DataLoader, or either of an `IterableDataset`.
@@ -306,6 +308,7 @@ class ShardLoader:
         run.feeding.begin(self._number)
         exhausted = False
         try:
+            run.program_waits.watch()
             with run.loops.inside(parts=bool(self._parts), trains=not self._evaluates):
                 yield from (self._epoch_in_parts if self._parts else self._epoch_in_batches)(coming)
             exhausted = True
@@ -652,10 +655,14 @@ def work(total: int, chunk: int, *, config: Config | None = None) -> Iterator[Sp
 
 def _ranges(run: runtime.Runtime, stock: LeaseStock, equal: EqualRanges) -> Iterator[Span]:
     run.catch_up()
+    run.program_waits.watch()
     try:
         while True:
             began_s = time.monotonic()
-            waits = contextlib.nullcontext() if stock.ready(SOON_S) else run.inactive("waiting for work")
+            waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+            if not stock.ready(SOON_S):
+                run.program_waits.in_loop(stock.loader, stock.epoch)
+                waits = run.inactive("waiting for work")
             with waits:
                 span = run.client.begin_batch(stock)
             if span is None or stock.delivered == 2:

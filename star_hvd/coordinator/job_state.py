@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,7 @@ from star_hvd.channel.messages.switch import (
     StepNote,
     Switched,
 )
+from star_hvd.channel.messages.waits import Deadlock, ProgramWait
 from star_hvd.config import Config
 from star_hvd.coordinator.alerts import EndAlert
 from star_hvd.coordinator.lease_service import LeaseService, MicrobatchService
@@ -73,6 +74,7 @@ from star_hvd.coordinator.set_ledger import SetLedger
 from star_hvd.coordinator.share_control import ShareControl
 from star_hvd.coordinator.validation import check
 from star_hvd.errors import ChannelError
+from star_hvd.input.deadlocks import Deadlocks
 
 __all__ = ["ALL", "JobState"]
 
@@ -158,6 +160,7 @@ class JobState:
         self._closing: set[int] = set()  # Ranks that are closing an optimizer.
         self._in_collective: set[int] = set()  # Ranks in a collective of the user's program.
         self._absent: set[int] = set()
+        self._deadlocks, self._told_of_deadlock = Deadlocks(world_size), False
         self._machines = [MachineStats()] * world_size
         self._headroom = HostHeadroom(self._hosts or ("localhost",) * world_size)
         self.links = LinkSurvey(world_size, hosts)
@@ -191,6 +194,7 @@ class JobState:
         """Act on what is due; return the latest time for the next call."""
         self._now_s = now_s
         self._check_lost(now_s)
+        self._break_deadlock(now_s)
         waits = self._end_alert.waits(self.finished, self.world_size, now_s)
         if waits is not None:
             self._broadcast(StepWaits(0, -1, waits[1], waits[0]))
@@ -232,6 +236,7 @@ class JobState:
     def paused(self, paused_s: float, now_s: float) -> None:
         """Do not count `paused_s`, during which the coordinator's process was stopped, as silence of the ranks."""
         self._last_seen_s = [min(now_s, seen_s + paused_s) for seen_s in self._last_seen_s]
+        self._deadlocks.look_anew()
 
     def silent_for_s(self, now_s: float) -> list[float]:
         """Return the seconds since the last message of each rank."""
@@ -606,22 +611,29 @@ class JobState:
             for rank in self.finished.union(optimizer.dropped):
                 optimizer.rule.deactivate(rank)
 
-    def _unblock(self, now_s: float) -> None:
+    def _unblock(self, now_s: float, inside: Collection[int] = ()) -> bool:
         """Let ranks go on that wait for each other, in different loaders that they draw from in one loop.
 
         Then every rank waits for samples that others hold, or at the end of an epoch that others have not ended, and no
         message would change that. Samples go to the ranks that wait for them. If there are none, the ranks at an end go
         on without the others, and if all ranks are at one, they meet first.
+
+        Args:
+            now_s: Current time.
+            inside: Further ranks that wait in a collective of the program.
+
+        Returns:
+            Whether a rank goes on, or will.
         """
         waiting = self._leases.waiting
         blocked = self._at_end.keys() | waiting.keys()
         if not blocked:
-            return
+            return False
         free = set(range(self.world_size)) - blocked - self.finished
-        if not all(self._has_passed(rank, blocked) for rank in free):
-            return
+        if not all(self._has_passed(rank, blocked, inside) for rank in free):
+            return False
         if self._leases.reclaim(now_s):
-            return
+            return True
         together = not waiting and not free
         ends = set(self._at_end.values())
         for key in sorted(ends):
@@ -630,21 +642,41 @@ class JobState:
             self._align(now_s)
         if not ends:
             self._leases.end_one(now_s)
+        return True
 
-    def _has_passed(self, rank: int, blocked: set[int]) -> bool:
+    def _has_passed(self, rank: int, blocked: set[int], inside: Collection[int]) -> bool:
         """Whether a rank does nothing for those that are blocked.
 
         It has left all the loops in which they are. Or it waits in a collective, or in `join`, and is ahead of them: it
         has left one of these loops, or has ended an epoch without them which they have yet to end.
         """
         left = [rank in self._epochs[key].left for key in (*self._at_end.values(), *self._leases.waiting.values())]
-        if all(left) or not (rank in self._in_collective or rank in self._joined):
+        if all(left) or not (rank in self._in_collective or rank in self._joined or rank in inside):
             return all(left)
         return any(left) or any(
             each.announced and rank in each.ended and blocked.isdisjoint(each.ended)
             for each in self._epochs.values()
             if not each.over
         )
+
+    def _break_deadlock(self, now_s: float) -> None:
+        """End what would last for ever: ranks in a collective wait for ranks that wait for them in a loop.
+
+        Samples that the former have not begun may still let the latter go on, or one of these loops may not need them.
+        Else the ranks in the loop are told why they cannot go on: those in the collective are inside Horovod.
+        """
+        in_loops = self._leases.stuck | self._at_end
+        if not in_loops or self._told_of_deadlock:
+            return
+        found = self._deadlocks.look(in_loops, self.finished.union(self._joined), now_s)
+        if found is None:
+            return
+        if self._unblock(now_s, found.inside) or self._leases.reclaim(now_s):
+            self._deadlocks.look_anew()
+            return
+        self._told_of_deadlock = True
+        logger.error("%s", found.reason)
+        self.outbox.extend((rank, Deadlock(found.reason)) for rank in sorted(found.in_loops))
 
     def _find_state_source(self, rank: int, message: FindStateSource) -> None:
         optimizer = self._optimizer(message.optimizer_id)
@@ -719,6 +751,7 @@ HANDLERS: dict[type[Message], _Handler] = {
     Away: JobState._away_message,
     JoinCalled: JobState._join_called,
     ProgramCollective: JobState._program_collective,
+    ProgramWait: lambda job, rank, message, now_s: job._deadlocks.note(rank, message),
     RequestBatch: JobState._request_batch,
     LeaseAsk: JobState._lease,
     LeaseReturn: JobState._lease_return,

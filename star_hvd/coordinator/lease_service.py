@@ -90,6 +90,11 @@ class LeaseService:
         """Loaders and epochs that have a queue."""
         return sorted(self._queues)
 
+    @property
+    def stuck(self) -> dict[int, Key]:
+        """Those of `waiting` that get samples only if others return some: their epochs are not dealt by shares."""
+        return {rank: key for rank, key in self.waiting.items() if key in self._fixed and self._queues[key].stuck(rank)}
+
     def ask(self, rank: int, message: LeaseAsk, pace_s: float | None, now_s: float) -> None:
         """Handle a rank's request for more samples.
 

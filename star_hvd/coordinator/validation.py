@@ -43,6 +43,7 @@ from star_hvd.channel.messages.switch import (
     StepNote,
     Switched,
 )
+from star_hvd.channel.messages.waits import ProgramWait
 from star_hvd.errors import ChannelError
 
 __all__ = ["FROM_RANKS", "check"]
@@ -74,6 +75,7 @@ FROM_RANKS: tuple[type[Message], ...] = (
     Prepared,
     ModeUnsupported,
     ProgramCollective,
+    ProgramWait,
     Register,
     Restart,
     HeaderNote,
@@ -105,6 +107,7 @@ _STEP_OF: dict[type[Message], str] = {
 _ADDRESS_PARTS, _MAX_ADDRESS = 3, 1024  # A server's host, port and public key; total characters.
 _DTYPES = frozenset({"uint8", "int8", "int32", "int64", "float16", "float32", "float64"})
 _MAX_DIMS, _MAX_ELEMENTS = 64, 1 << 34
+_MAX_NAME = 200  # Characters of a function's name.
 _NO_STEP = -1  # Step in the message of an optimizer that is dropped while servers make its updates.
 
 
@@ -268,8 +271,21 @@ def _program_collective(message: ProgramCollective, _: int) -> None:
         raise ChannelError(f"got tensors on {message.device[:20]!r}; expected cpu or cuda")
 
 
+def _program_wait(message: ProgramWait, _: int) -> None:
+    numbers = (message.calls, message.joins, message.loader + 1, message.epoch + 1)
+    in_loop = message.loader >= 0
+    if min(numbers) < 0 or in_loop != (message.epoch >= 0) or (in_loop and message.operation):
+        raise ChannelError(
+            f"a program waits in {message.operation[:20]!r} and in epoch {message.epoch} of loader {message.loader}, "
+            f"behind {message.calls} calls and {message.joins} joins; expected one place, and numbers from 0"
+        )
+    if len(message.operation) > _MAX_NAME:
+        raise ChannelError(f"an operation's name has {len(message.operation)} characters; expected {_MAX_NAME} at most")
+
+
 _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     ProgramCollective: _program_collective,
+    ProgramWait: _program_wait,
     Register: _register,
     ServerUp: _address,
     ServerRestarted: _address,

@@ -48,6 +48,7 @@ class Leases:
         if not stock.had_share and stock.ready(SOON_S):
             more = run.client.await_samples(stock)
         else:  # Others still work on what was leased to them, some of which may be returned.
+            run.program_waits.in_loop(stock.loader, stock.epoch)
             with run.inactive("waiting for samples"):
                 more = run.client.await_samples(stock)
         self.waits += more  # Does not count the wait for the others at the end.

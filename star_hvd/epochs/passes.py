@@ -215,6 +215,7 @@ def end_epoch(run: Runtime, loader: int, epoch: int, close: Callable[[bool], Non
         # Behind the message that this rank is inactive. The last rank's report makes all ranks active again; one that
         # became inactive after that would have the first step of the next epoch closed without it.
         close(meets)
+        run.program_waits.in_loop(loader, epoch)
         return run.client.await_epoch_end(loader, epoch)
 
     with run.meeting("the end of an epoch", out_of_data=True, if_true=together):

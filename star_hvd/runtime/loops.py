@@ -137,7 +137,7 @@ class ProgramLoops:
         self._warned_of_evaluation = True
         logger.warning(
             "hvd.%s is called within a loop over an hvd.shard loader in which nothing is trained: ranks have different "
-            "numbers of batches there, and one would wait for the others in vain; add up on each rank and call it "
-            "behind the loop",
+            "numbers of batches there, and the job ends with an error once one waits for the others in vain; add up on "
+            "each rank and call it behind the loop",
             name,
         )

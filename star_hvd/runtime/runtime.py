@@ -52,6 +52,7 @@ from star_hvd.channel.messages.switch import (
     Servers,
     WarmServers,
 )
+from star_hvd.channel.messages.waits import Deadlock
 from star_hvd.channel.state_transfer import OtherRanks, TensorServer
 from star_hvd.config import OWN_SETTINGS, Config
 from star_hvd.coordinator.coordinator import Coordinator
@@ -61,6 +62,7 @@ from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarErro
 from star_hvd.input.feeding import SURE, Feeding
 from star_hvd.input.joined import Joined
 from star_hvd.input.microbatches import MicrobatchInHand
+from star_hvd.input.program_waits import ProgramWaits
 from star_hvd.modes.driver import StepDriver
 from star_hvd.run_log import new_run_name
 from star_hvd.runtime import program_end
@@ -228,6 +230,8 @@ class Runtime:
             lambda what: self._meetings.meet(what, self.config.step_deadline_s, out_of_data=True), self.user_calls,
             lambda: sum(driver.engine.next_step for driver in list(self.drivers.values())),
         )  # fmt: skip
+        self.program_waits = ProgramWaits(lambda message, urgent=True: self.agent.send(message, urgent=urgent))
+        self._deadlock: StarError | None = None  # Why the loop over `shard` can never go on.
         self._had_dropped = self._had_mixed = False
         self._sources: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
         self._bye = threading.Event()
@@ -643,6 +647,8 @@ class Runtime:
     def _raise_what_ends_waits(self) -> None:
         """Raise what makes a wait for other ranks pointless; outside collectives Horovod does not notice dead ranks."""
         self.raise_failure()
+        if self._deadlock is not None:
+            raise self._deadlock
         unheard = time.monotonic() - self.agent.last_heard_s > self.config.absent_after_s
         self._departures.check((0,) if unheard and self.rank else ())
 
@@ -791,6 +797,8 @@ class Runtime:
             if isinstance(message, Presence):
                 self._departures.note(message.rank, message.present)
             self.services.on_message(message)
+        elif isinstance(message, Deadlock):
+            self._deadlock = StarError(message.reason)
         elif isinstance(message, messages.Bye):
             self._bye.set()
 

@@ -184,6 +184,7 @@ class World:
             client=client,
             drivers={},
             loops=SimpleNamespace(inside=lambda parts, trains: contextlib.nullcontext()),
+            program_waits=SimpleNamespace(watch=lambda: None, in_loop=lambda loader, epoch: None),
             reference_samples=0.0,
             catch_up=lambda: None,
             rank=rank,

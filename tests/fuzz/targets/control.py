@@ -14,6 +14,7 @@ from scheduler.records import StepTimes
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages import joins as j
 from star_hvd.channel.messages import switch as s
+from star_hvd.channel.messages import waits as w
 from star_hvd.channel.messages.base import decode, encode, kinds, wire_fields
 from star_hvd.config import Config
 from star_hvd.coordinator.job_state import JobState
@@ -81,7 +82,7 @@ _SAID = (
     m.OptimizerDropped, m.Unregister, m.Heartbeat, m.Register,
     s.Prepared, s.Prepared, s.PrepareFailed, s.ServerUp, s.ServerRestarted,
     s.Drained, s.Switched, s.StepNote, s.StepNote, s.LinkRate, s.MachineNote, s.Restart, j.JoinCalled,
-    j.ProgramCollective,
+    j.ProgramCollective, w.ProgramWait,
 )  # fmt: skip
 
 

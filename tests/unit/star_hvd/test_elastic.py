@@ -20,6 +20,7 @@ from horovod.torch.elastic import sampler
 from star_hvd import elastic
 from star_hvd.channel.keys import own_address
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
+from star_hvd.input.program_waits import ProgramWaits
 from star_hvd.loader import ShardLoader
 from star_hvd.runtime import runtime
 
@@ -35,6 +36,7 @@ class Running:
         self.behind_step: Any = None
         self.noted: list[str] = []
         self.loops = SimpleNamespace(note_collective=self.noted.append)
+        self.program_waits = ProgramWaits(lambda message, *, urgent=True: None)
 
     def inactive(self, reason: str, *, out_of_data: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

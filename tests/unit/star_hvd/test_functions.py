@@ -26,6 +26,7 @@ from star_hvd import functions
 from star_hvd.channel.messages.joins import JoinedRanks
 from star_hvd.errors import StarError
 from star_hvd.input.joined import Joined
+from star_hvd.input.program_waits import ProgramWaits
 from star_hvd.runtime import runtime
 from tests.support.plain import horovod as horovod_plain
 
@@ -38,6 +39,7 @@ class Running:
     def __init__(self, *, trains: bool) -> None:
         self.trains = trains
         self.loops = types.SimpleNamespace(note_collective=lambda name: None)
+        self.program_waits = ProgramWaits(lambda message, *, urgent=True: None)
 
 
 @pytest.fixture
@@ -183,6 +185,7 @@ def test_what_a_broadcast_writes_is_not_the_programs_own_change(monkeypatch: pyt
     run = types.SimpleNamespace(
         trains=True, mixed=False, drivers={0: driver}, user_calls=collections.Counter(), finish_steps=lambda: None,
         loops=types.SimpleNamespace(note_collective=lambda name: None),
+        program_waits=ProgramWaits(lambda message, *, urgent=True: None),
         in_training_thread=lambda: True, joined=types.SimpleNamespace(during=lambda what: contextlib.nullcontext()),
     )  # fmt: skip
     monkeypatch.setattr(runtime, "current", lambda: run)

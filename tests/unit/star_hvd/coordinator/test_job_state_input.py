@@ -18,6 +18,7 @@ from star_hvd.channel.messages.joins import JoinedRanks, ProgramCollective
 from star_hvd.channel.messages.leases import LoaderClosed
 from star_hvd.channel.messages.shares import Feeds
 from star_hvd.channel.messages.switch import ServerRestarted, ServerUp
+from star_hvd.channel.messages.waits import Deadlock, ProgramWait
 from star_hvd.coordinator.job_state import HANDLERS
 from star_hvd.coordinator.validation import FROM_RANKS
 from star_hvd.errors import ChannelError
@@ -73,6 +74,13 @@ BAD = [
     m.RequestBatch(0, 0, 4, 0, False),
     m.RequestBatch(0, -1, 4, 1, False),
     LoaderClosed(-1),
+    ProgramWait(-1, operation="barrier"),
+    ProgramWait(1, -1, "barrier"),
+    ProgramWait(1, loader=-2),
+    ProgramWait(1, loader=0),
+    ProgramWait(1, operation="barrier", loader=0, epoch=0),
+    ProgramWait(1, operation="x" * 1000),
+    Deadlock("x"),
     m.PlanMessage(0, PLAN),
     m.CloseStep(0, 3, 0.1),
     m.Grant(0, 0, 0, 1),

@@ -75,6 +75,7 @@ class Draining(Leaving):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.rank, self._bye, self.thread_failure = 1, threading.Event(), None
+        self._deadlock = None
         self._meetings = cast(Any, parts.part("meetings", "finished", "meet"))
         self.agent.last_heard_s = time.monotonic() - 60.0
         self.agent.coordinator_ended = False
