@@ -142,6 +142,7 @@ class JobState:
         self.microbatches = MicrobatchService(world_size, lambda to, message: self.outbox.append((to, message)))
         self.shares = ShareControl(world_size, self._broadcast, config.min_batch)
         self._leases.shares, deal = self.shares.state.opens, self._leases.deal
+        self._leases.changes = lambda loader: self.shares.state.pending and self.shares.state.loader == loader
         self.shares.state.deal = lambda loader, change, now_s: deal(
             loader, change.epoch, change.shares, change.planned, now_s, change.last
         )
@@ -160,7 +161,7 @@ class JobState:
         self._closing: set[int] = set()  # Ranks that are closing an optimizer.
         self._in_collective: set[int] = set()  # Ranks in a collective of the user's program.
         self._absent: set[int] = set()
-        self._deadlocks, self._told_of_deadlock = Deadlocks(world_size), False
+        self._deadlocks = Deadlocks(world_size)
         self._machines = [MachineStats()] * world_size
         self._headroom = HostHeadroom(self._hosts or ("localhost",) * world_size)
         self.links = LinkSurvey(world_size, hosts)
@@ -666,7 +667,7 @@ class JobState:
         Else the ranks in the loop are told why they cannot go on: those in the collective are inside Horovod.
         """
         in_loops = self._leases.stuck | self._at_end
-        if not in_loops or self._told_of_deadlock:
+        if not in_loops:
             return
         found = self._deadlocks.look(in_loops, self.finished.union(self._joined), now_s)
         if found is None:
@@ -674,7 +675,7 @@ class JobState:
         if self._unblock(now_s, found.inside) or self._leases.reclaim(now_s):
             self._deadlocks.look_anew()
             return
-        self._told_of_deadlock = True
+        self._deadlocks.told(found.in_loops)
         logger.error("%s", found.reason)
         self.outbox.extend((rank, Deadlock(found.reason)) for rank in sorted(found.in_loops))
 

@@ -78,6 +78,7 @@ class LeaseService:
         # Batch shares with which a new epoch starts, by its number of samples; empty without. And how its last step is
         # divided.
         self.shares: Callable[[LeaseAsk, int], tuple[Sequence[int], LastStep]] = lambda ask, samples: ((), LastStep())
+        self.changes: Callable[[int], bool] = lambda loader: False  # Whether a loader's shares are being changed.
         self._finished: set[int] = set()
         self._fixed: set[Key] = set()  # Epochs whose batch sizes cannot follow shares.
         self._pace_s: dict[tuple[int, int], float] = {}  # Seconds per batch, by loader and rank.
@@ -92,8 +93,15 @@ class LeaseService:
 
     @property
     def stuck(self) -> dict[int, Key]:
-        """Those of `waiting` that get samples only if others return some: their epochs are not dealt by shares."""
-        return {rank: key for rank, key in self.waiting.items() if key in self._fixed and self._queues[key].stuck(rank)}
+        """Those of `waiting` that get samples only if others return some.
+
+        Left out are epochs that are dealt in rows by shares, or may be in a moment: that gives samples, too.
+        """
+        waiting = self.waiting.items()
+        return {rank: key for rank, key in waiting if self._queues[key].stuck(rank) and not self._deals(key)}
+
+    def _deals(self, key: Key) -> bool:
+        return key not in self._fixed and (self._queues[key].even or self.changes(key[0]))
 
     def ask(self, rank: int, message: LeaseAsk, pace_s: float | None, now_s: float) -> None:
         """Handle a rank's request for more samples.

@@ -5,13 +5,13 @@ as many as it reported when it began to wait, and can call no other before the c
 later collective waits for it, however long that takes. If each rank is one or the other, nothing can go on: no message
 is under way that would change anything, but those that the coordinator itself sends (`JobState._break_deadlock`).
 
-A rank that computes, however slowly, is neither of them. Its last report is of a collective that all ranks have called,
-or of a loop that the coordinator has answered.
+A rank that computes, however slowly, is neither of them. Its last report is of the end of a collective, or of a loop
+that the coordinator has answered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from star_hvd.channel.messages.waits import ProgramWait
@@ -19,7 +19,7 @@ from star_hvd.channel.messages.waits import ProgramWait
 __all__ = ["SURE_S", "Deadlocks", "Stuck"]
 
 SURE_S = 2.0
-"""For so long nothing must have changed: a collective may raise an error right behind its report, which is a moment."""
+"""For so long nothing must have changed: a collective may end right behind its report, and its end is not urgent."""
 
 
 class Stuck(NamedTuple):
@@ -66,6 +66,12 @@ class Deadlocks:
     def look_anew(self) -> None:
         """Note that something has changed, or that messages may not have been read for a while."""
         self._seen = None
+
+    def told(self, ranks: Iterable[int]) -> None:
+        """Note that these ranks' waits in a loop have been ended: until they report another, they are elsewhere."""
+        for rank in ranks:
+            self._waits.pop(rank, None)
+        self.look_anew()
 
     def look(self, in_loops: Mapping[int, tuple[int, int]], gone: Collection[int], now_s: float) -> Stuck | None:
         """Return the ranks that wait for each other, once nothing has changed for `SURE_S`; else None.

@@ -231,7 +231,7 @@ class Runtime:
             lambda: sum(driver.engine.next_step for driver in list(self.drivers.values())),
         )  # fmt: skip
         self.program_waits = ProgramWaits(lambda message, urgent=True: self.agent.send(message, urgent=urgent))
-        self._deadlock: StarError | None = None  # Why the loop over `shard` can never go on.
+        self._deadlock = ""  # Why the loop over `shard` in which the program waits can never go on, if it cannot.
         self._had_dropped = self._had_mixed = False
         self._sources: queue.SimpleQueue[messages.StateSource] = queue.SimpleQueue()
         self._bye = threading.Event()
@@ -294,7 +294,7 @@ class Runtime:
             self.config.heartbeat_s,
         )
         self.client = CoordinatorClient(
-            self.config, self.rank, self.agent, self._raise_what_ends_waits, self._first_step, self._most_samples,
+            self.config, self.rank, self.agent, self._raise_what_ends_loops, self._first_step, self._most_samples,
             lambda: self.meets, self.lacking, self.feeding.fetches_ahead,
         )  # fmt: skip
         self.services = ModeServices(
@@ -647,10 +647,19 @@ class Runtime:
     def _raise_what_ends_waits(self) -> None:
         """Raise what makes a wait for other ranks pointless; outside collectives Horovod does not notice dead ranks."""
         self.raise_failure()
-        if self._deadlock is not None:
-            raise self._deadlock
         unheard = time.monotonic() - self.agent.last_heard_s > self.config.absent_after_s
         self._departures.check((0,) if unheard and self.rank else ())
+
+    def _raise_what_ends_loops(self) -> None:
+        """Raise what makes a wait of a loop over `shard` pointless; that it cannot go on, once.
+
+        A program that catches the error goes on elsewhere, and its later waits are others. The thread that reported the
+        wait has to hear of it, not one that asks for something else meanwhile.
+        """
+        self._raise_what_ends_waits()
+        if self._deadlock and self.program_waits.in_its_thread:
+            reason, self._deadlock = self._deadlock, ""
+            raise StarError(reason)
 
     def _thread_died(self, name: str, error: Exception) -> None:
         """Make the training thread raise the error that ended a critical thread of this process."""
@@ -798,7 +807,7 @@ class Runtime:
                 self._departures.note(message.rank, message.present)
             self.services.on_message(message)
         elif isinstance(message, Deadlock):
-            self._deadlock = StarError(message.reason)
+            self._deadlock = message.reason
         elif isinstance(message, messages.Bye):
             self._bye.set()
 

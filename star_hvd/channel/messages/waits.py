@@ -18,7 +18,7 @@ class ProgramWait(Message):
     Attributes:
         calls: Collectives of all ranks that the program has called since the last `join`, this one included.
         joins: How often all ranks have left `join`.
-        operation: The collective; empty in a loop, and if the collective has raised an error.
+        operation: The collective; empty in a loop, and once the collective has ended or raised an error.
         loader: The loader of the loop, else -1.
         epoch: Its epoch, else -1.
     """

@@ -14,6 +14,7 @@ from star_hvd.channel.messages.leases import Lease, LeaseAsk, LeaseRecall, Lease
 from star_hvd.channel.messages.waits import Deadlock, ProgramWait
 from star_hvd.config import Config
 from star_hvd.coordinator.job_state import ALL, JobState
+from star_hvd.coordinator.lease_service import LeaseService
 from star_hvd.input.deadlocks import SURE_S, Deadlocks
 from star_hvd.input.lease_stock import LeaseStock
 from star_hvd.input.program_waits import ProgramWaits
@@ -34,14 +35,22 @@ class Rank:
     def __init__(self, world: World, rank: int) -> None:
         self._world, self._rank = world, rank
         self._waits = ProgramWaits(self._send)
+        self.outbox: deque[Message] = deque()
+        if rank == world.ahead:
+            self._call_alone(raises=world.raises)
         self._waits.watch()
         self._call = contextlib.ExitStack()
         self.inbox: deque[Message] = deque()
-        self.outbox: deque[Message] = deque()
         self.now, self.called, self.told = "", 0, ""
         self.left_s = 0.0
         self._behind = self._reported = False
         self._open(0)
+
+    def _call_alone(self, *, raises: bool) -> None:
+        """Call a collective that ends at once and that no other rank calls, so that this rank counts one more."""
+        with contextlib.suppress(TypeError), self._waits.during("broadcast_object"):
+            if raises:
+                raise TypeError
 
     def _send(self, message: Message, *, urgent: bool = True) -> None:
         self.outbox.append(message)
@@ -51,8 +60,8 @@ class Rank:
         self.epoch, self.over, self.batches, self._behind = epoch, epoch == world.epochs, 0, False
         if not self.over:
             self._stock = LeaseStock(
-                self._rank, 0, epoch, samples=world.samples, batch=1, drop_last=False, send=self._send, fixed=True,
-                clock=lambda: world.now_s,
+                self._rank, 0, epoch, samples=world.samples, batch=1, drop_last=False, send=self._send,
+                fixed=world.fixed, clock=lambda: world.now_s,
             )  # fmt: skip
             self.now, self._reported = "takes", False
             self._stock.begin(1, [])
@@ -112,8 +121,9 @@ class World:
 
     def __init__(
         self, draw: random.Random, *, ranks: int, samples: int, epochs: int, inside: bool, every: int = 1,
-        slowest_s: float = 0.5,
+        slowest_s: float = 0.5, fixed: bool = True, ahead: int = -1, raises: bool = False,
     ) -> None:  # fmt: skip
+        self.fixed, self.ahead, self.raises = fixed, ahead, raises
         self.draw, self.samples, self.epochs, self.inside, self.every = draw, samples, epochs, inside, every
         self.slowest_s, self.now_s = slowest_s, 0.0
         self.state = JobState(ranks, Config(), 0.0)
@@ -168,14 +178,15 @@ class World:
             assert not each.outbox
 
 
+@pytest.mark.parametrize("fixed", [True, False], ids=["evaluates", "trains"])
 @pytest.mark.parametrize("seed", range(60))
-def test_ranks_that_wait_for_each_other_are_told_and_no_others(seed: int) -> None:
-    """Whether it comes to that is a matter of who takes the last batches."""
+def test_ranks_that_wait_for_each_other_are_told_and_no_others(seed: int, fixed: bool) -> None:
+    """Whether it comes to that is a matter of who takes the last batches. Those of a training may get shares."""
     draw = random.Random(seed)
     ranks = draw.choice((2, 3, 4))
     world = World(
         draw, ranks=ranks, samples=draw.randrange(1, 12), epochs=draw.choice((1, 3)), inside=True,
-        every=draw.choice((1, 1, 2)),
+        every=draw.choice((1, 1, 2)), fixed=fixed,
     )  # fmt: skip
     stuck_s = world.run()
     ended = all(rank.over for rank in world.ranks)
@@ -211,6 +222,18 @@ def test_a_collective_behind_the_loop_is_left_alone_however_slow_a_rank_is(seed:
     assert all(rank.over for rank in world.ranks) and world.told == []
 
 
+@pytest.mark.parametrize("raises", [True, False], ids=["raised", "of nothing"])
+@pytest.mark.parametrize("seed", range(15))
+def test_a_rank_that_counts_one_more_does_not_seem_to_wait_while_it_computes(seed: int, raises: bool) -> None:
+    draw = random.Random(seed)
+    world = World(
+        draw, ranks=draw.choice((2, 3)), samples=draw.randrange(1, 12), epochs=3, inside=False, slowest_s=30.0,
+        ahead=draw.choice((0, 1)), raises=raises,
+    )  # fmt: skip
+    world.run()
+    assert all(rank.over for rank in world.ranks) and world.told == []
+
+
 AT_END = LeaseReturn(0, 0, 1, True)
 
 
@@ -237,6 +260,28 @@ def test_the_rank_in_the_loop_is_told_once(caplog: pytest.LogCaptureFixture) -> 
     state.handle(1, ProgramWait(4, operation="barrier"), 0.0)
     assert _told(state) == [0] and _told(state, 200.0) == []
     assert "ranks [1] wait in hvd.barrier for ranks [0], which wait for them in a loop" in caplog.text
+
+
+def test_a_rank_that_waits_again_is_told_again_and_one_that_does_not_is_left_alone() -> None:
+    """It caught the error."""
+    state = _job()
+    state.handle(1, ProgramWait(4, operation="barrier"), 0.0)
+    assert _told(state) == [0]
+    state.handle(1, ProgramWait(4), 200.0)
+    state.handle(1, ProgramWait(5, operation="barrier"), 200.0)
+    assert _told(state, 200.0) == [], "rank 0 computes"
+    state.handle(0, ProgramWait(4, loader=0, epoch=0), 400.0)
+    assert _told(state, 400.0) == [0]
+
+
+def test_a_rank_that_may_get_samples_by_a_change_of_shares_is_not_told() -> None:
+    leases = LeaseService(2, lambda rank, message: None)
+    for rank in range(2):
+        leases.ask(rank, LeaseAsk(0, 0, 1, 1, False, 0), None, 0.0)
+    leases.ask(1, LeaseAsk(0, 0, 1, 1, False, 0, idle=True, again=True), None, 0.0)
+    assert leases.stuck == {1: (0, 0)}
+    leases.changes = lambda loader: loader == 0
+    assert leases.stuck == {}
 
 
 @pytest.mark.parametrize(

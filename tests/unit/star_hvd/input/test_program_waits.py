@@ -28,7 +28,34 @@ def test_collectives_are_counted_from_the_start_and_reported_once_there_is_a_loo
     with waits.during("allreduce"):
         assert sent == [ProgramWait(2, operation="allreduce")]
     waits.in_loop(3, 7)
-    assert sent[1:] == [ProgramWait(2, loader=3, epoch=7)]
+    assert sent[1:] == [ProgramWait(2), ProgramWait(2, loader=3, epoch=7)]
+
+
+def test_a_collective_within_another_is_a_part_of_it() -> None:
+    sent = Sent()
+    waits = ProgramWaits(sent)
+    waits.watch()
+    with waits.during("broadcast_parameters"):
+        with waits.during("broadcast"):
+            pass
+        assert sent == [ProgramWait(1, operation="broadcast_parameters")]
+    assert sent[1:] == [ProgramWait(1)]
+
+
+def test_behind_an_error_nothing_is_reported_until_the_next_join() -> None:
+    """Other ranks may have raised none: they called one fewer."""
+    sent = Sent()
+    waits = ProgramWaits(sent)
+    with pytest.raises(TypeError), waits.during("broadcast_object"):
+        raise TypeError
+    waits.watch()
+    with waits.during("broadcast_object"):
+        pass
+    waits.in_loop(0, 0)
+    assert sent == []
+    waits.joined()
+    waits.in_loop(0, 1)
+    assert sent == [ProgramWait(0, 1, loader=0, epoch=1)]
 
 
 def test_a_collective_that_raises_an_error_is_no_wait() -> None:
@@ -68,4 +95,4 @@ def test_behind_join_collectives_are_counted_anew_as_ranks_in_it_called_fewer() 
     waits.joined()
     with waits.during("barrier"):
         pass
-    assert sent[-1] == ProgramWait(1, 1, "barrier")
+    assert sent[-2:] == [ProgramWait(1, 1, "barrier"), ProgramWait(1, 1)]

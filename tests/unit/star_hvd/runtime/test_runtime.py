@@ -16,8 +16,10 @@ from horovod.common.exceptions import HorovodInternalError
 from star_hvd import threads
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.shares import Feeds
+from star_hvd.channel.messages.waits import Deadlock
 from star_hvd.config import Config
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
+from star_hvd.input.program_waits import ProgramWaits
 from star_hvd.runtime import runtime
 from star_hvd.runtime.runtime import Runtime
 
@@ -75,7 +77,7 @@ class Draining(Leaving):
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         self.rank, self._bye, self.thread_failure = 1, threading.Event(), None
-        self._deadlock = None
+        self.program_waits, self._deadlock = ProgramWaits(lambda message, *, urgent=True: None), ""
         self._meetings = cast(Any, parts.part("meetings", "finished", "meet"))
         self.agent.last_heard_s = time.monotonic() - 60.0
         self.agent.coordinator_ended = False
@@ -89,7 +91,15 @@ class Draining(Leaving):
         if len(self.looks) == 2:  # All thaw and finish.
             self._on_message(messages.Bye())
 
+    def hear_of_deadlock(self) -> None:
+        self._on_message(Deadlock("ranks [0] wait"))
+        self.looks.clear()
+
+    def wait_in_loop(self) -> None:
+        self._raise_what_ends_loops()
+
     def drain(self) -> bool:
+        self._bye.clear()
         return self._drain(60.0)
 
 
@@ -99,6 +109,20 @@ def test_a_rank_that_has_finished_waits_for_silent_ranks_that_have_not_left() ->
     draining = Draining(parts)
     assert draining.drain() and draining.looks == [(0,), (0,)]
     assert parts["meetings"] == ["finished", "meet", "meet"]
+
+
+def test_that_a_loop_cannot_go_on_is_raised_once_in_the_thread_that_waits_in_it() -> None:
+    """A program that catches it has other waits later, and its end is none of a loop."""
+    draining = Draining(Parts())
+    draining.hear_of_deadlock()
+    thread = threading.Thread(target=draining.wait_in_loop)
+    thread.start()
+    thread.join()
+    with pytest.raises(StarError, match="wait"):
+        draining.wait_in_loop()
+    draining.wait_in_loop()
+    draining.hear_of_deadlock()
+    assert draining.drain() and draining.looks
 
 
 def test_a_rank_that_has_finished_leaves_once_a_rank_that_still_trains_has_left() -> None:
