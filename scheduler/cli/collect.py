@@ -22,7 +22,7 @@ _PATTERNS = ("one", "several", "rotating", "bursts", "mixed", "frozen", "links",
 
 
 _PAIRS = 7
-"""One of so many jobs has two ranks; the others have 4 to 32 (`scheduler.simulator.scenario.draw_cluster`)."""
+"""One of so many jobs has two ranks; the others have 3 to 32 (`scheduler.simulator.scenario.draw_cluster`)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

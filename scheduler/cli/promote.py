@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
     version, before = find_version(registry, CHALLENGER), registry.alias(CHAMPION)
     challenger, champion = load(registry.download(version)), find_champion(registry, CHALLENGER)
     assert champion is not None
-    if blind := challenger.blind_spots():  # Before the simulation, in which links and prices are known.
+    if blind := challenger.blind_spots():  # Before the simulation, which takes minutes.
         return _rejected(console, blind, champion[0])
     names = {"learned": model_title(version, CHALLENGER), "champion": champion[0]}
     policies = {"learned": policy_factory(challenger), "champion": policy_factory(champion[1])}

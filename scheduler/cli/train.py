@@ -85,11 +85,7 @@ def metrics_table(metrics: Mapping[str, float]) -> Any:
 
 
 def _usual_tables() -> list[Path]:
-    """The tables to fit to if none are given.
-
-    Simulated jobs always know their links and observe the price of staleness: a model of theirs alone would switch
-    itself off in jobs that do not, so the project's real rows stay beside them.
-    """
+    """The tables to fit to if none are given: the project's real rows stay beside the user's simulated ones."""
     shipped = sorted(SHIPPED_TABLES.glob("*.csv.gz"))
     if not DEFAULT_TABLE.exists():
         if not shipped:

@@ -17,7 +17,7 @@ from scheduler.plan.plan import Plan
 from scheduler.records import Window
 from scheduler.stats import lower_median
 
-__all__ = ["Freezes"]
+__all__ = ["Freezes", "freeze_limit_s"]
 
 _HORIZON = 500.0
 """Synchronous steps for which a freeze is remembered."""
@@ -30,6 +30,11 @@ _LEAST_STEPS = 25.0  # Shortest period of a rate.
 _NEGLIGIBLE = 0.05  # Expected cost per step, relative to the usual step, below which freezes of a rank are ignored.
 
 _SILENT_S, _SILENT_STEPS = 1.0, 10.0  # As in `stragglers`.
+
+
+def freeze_limit_s(typical_s: float) -> float:
+    """Seconds without a message above which a rank may be frozen; below, it only computes a batch."""
+    return max(_SILENT_S, _SILENT_STEPS * typical_s)
 
 
 @dataclass(slots=True)
@@ -65,7 +70,7 @@ class Freezes:
         self._now += share * (window.step - self._step) if self._step is not None else 0.0
         self._step = window.step
         self._typical_s = typical_s
-        limit_s = max(_SILENT_S, _SILENT_STEPS * typical_s)
+        limit_s = freeze_limit_s(typical_s)
         silences = window.table.silent_s
         long = np.flatnonzero(silences > limit_s).tolist()
         # If many ranks are silent at once, the cause is elsewhere.

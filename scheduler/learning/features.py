@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from scheduler.cost.conditions import Array, Conditions, without_pauses
 from scheduler.cost.cost_model import Prediction
+from scheduler.diagnosis.freezes import freeze_limit_s
 from scheduler.diagnosis.links import ring_bytes, slow_links, usual_rate
 from scheduler.diagnosis.window_stats import Readings, slow_limit_s
 from scheduler.plan.plan import MODES, Plan
@@ -23,7 +24,7 @@ from scheduler.records import Window
 
 __all__ = ["FEATURES", "MOMENT", "PLAN", "SCHEMA_VERSION", "rows", "speed"]
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Incremented with every change of `FEATURES` or of a feature's meaning; a model of another version is rejected."""
 
 MOMENT: tuple[str, ...] = (
@@ -55,7 +56,7 @@ MOMENT: tuple[str, ...] = (
     "jitter_log",  # Spread of reports that are not slow.
     "starved",  # Largest share of time that a rank is without a processor.
     "fed",  # Largest share of time that a rank waits for data.
-    "silent_log",  # Longest silence over the typical time.
+    "silent_log",  # Longest silence that may be a freeze, over the typical time; 0 without one.
     "frozen_log",  # Time per step lost to freezes, over the typical one.
     "frozen_share",  # Share of ranks that freeze repeatedly.
     "age_log",  # Steps so far.
@@ -87,6 +88,8 @@ PLAN: tuple[str, ...] = (
     "drops",  # Whether late gradients are dropped.
     "grace",  # Whether an update waits a grace for ranks not known to be slow before it drops theirs.
     "behind",  # Whether transfers travel behind compute.
+    "balanced",  # Whether batches follow the speed of the ranks.
+    "steals",  # Whether ranks take over micro-batches from slow ones.
     "cost_log",  # The cost model's relative time.
     "cost_low_log",
     "cost_high_log",
@@ -169,7 +172,7 @@ def _moment(
         *_history(conditions, window),
         float(window.table.starved_share.max(initial=0.0)),
         float(window.table.input_share.max(initial=0.0)),
-        math.log1p(float(window.table.silent_s.max(initial=0.0)) / conditions.typical_s),
+        math.log1p(_silence_s(window, conditions.typical_s) / conditions.typical_s),
         math.log1p(conditions.frozen_s / conditions.typical_s),
         len(conditions.freezing) / conditions.world_size,
         math.log1p(max(window.step, 0)),
@@ -184,6 +187,12 @@ def _moment(
         float(costs.min()),
         float(len(offered)),
     ]
+
+
+def _silence_s(window: Window, typical_s: float) -> float:
+    """The longest silence that is more than a rank's computing: whenever a decision falls, some time has passed."""
+    longest_s = float(window.table.silent_s.max(initial=0.0))
+    return longest_s if longest_s > freeze_limit_s(typical_s) else 0.0
 
 
 def _size(conditions: Conditions, window: Window) -> list[float]:
@@ -302,6 +311,8 @@ def _plan(
         float(plan.rule in ("backup", "grace")),
         float(plan.rule == "grace"),
         float(plan.in_background(conditions.background)),
+        float(plan.uneven),
+        float(plan.steal),
     ]
 
 

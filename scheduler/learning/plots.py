@@ -47,7 +47,7 @@ def _intervals(pyplot: Any, found: Any, frame: Any, folder: Path) -> Path:
     """Coverage of the intervals by their width: the line should be flat at 0.9."""
     residual = frame["log_relative"].to_numpy() - found.judged["cost"]
     low, high = found.judged["low"] - found.widen, found.judged["high"] + found.widen
-    rows = (frame["mode"] != "sync").to_numpy()
+    rows = (frame["plan"] != "sync").to_numpy()
     covered, width = ((residual >= low) & (residual <= high))[rows], (high - low)[rows]
     order = np.argsort(width)
     parts = np.array_split(order, 10)

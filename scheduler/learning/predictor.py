@@ -59,7 +59,7 @@ HEADS = ("low", "middle", "high", "reach")
 SHIPPED = Path(__file__).parents[1] / "models" / "default"
 """The package's model."""
 
-SHIPPED_SHA256 = "85618835624969e03a85d4b68cf935d931bac8459687639fa016e786ff7c5aeb"
+SHIPPED_SHA256 = "d0953c6140a937b3f12e48f86db7d6a35dd006f830de395b6e76a43a424e8a26"
 """SHA-256 of its `model.json`, which holds the hashes of its heads: this exact model needs no trial."""
 
 _FILE = "model.json"
@@ -80,8 +80,7 @@ UNKNOWN: dict[str, tuple[dict[str, float], str]] = {
                            "a job on one host"),
     "no observed price of staleness": ({"price_seen_log": 0.0}, "a job without hvd.record_loss"),
 }  # fmt: skip
-"""What live jobs may not know: the values of the features then (`scheduler.learning.features`), and an example. In
-simulated jobs it is always known, so only rows of real runs have these values."""
+"""What live jobs may not know: the values of the features then (`scheduler.learning.features`), and an example."""
 
 CORRECTION_WEIGHT = 0.5
 """Weight of the learned correction: an average of two predictors with different errors is better than either. Chosen on
@@ -144,9 +143,9 @@ class Predictor:
             return predictions
         features = rows(offered, conditions, window, active, predictions)
         found = self.estimate(features)
-        self._warn_range(features[[plan.mode != "sync" for plan in offered]])
+        self._warn_range(features[[not plan.plain for plan in offered]])
         return [
-            _prediction(cost, found, index) if found.known[index] and cost.plan.mode != "sync" else cost
+            _prediction(cost, found, index) if found.known[index] and not cost.plan.plain else cost
             for index, cost in enumerate(predictions)
         ]
 
@@ -172,7 +171,7 @@ class Predictor:
                 names = ", ".join(name for name, is_outside in zip(values, outside, strict=True) if is_outside)
                 found.append(
                     f"it was fitted to no row with {lacking} ({names}), so the cost model would decide in every such "
-                    f"job ({example}); train with rows of real runs, too: datasets/real.csv.gz, --runs or --mlflow"
+                    f"job ({example}); train with the tables in datasets/, too"
                 )
         return found
 
@@ -223,7 +222,8 @@ class Predictor:
 
 def _prediction(cost: Prediction, found: _Estimates, index: int) -> Prediction:
     """The cost model's prediction with the learned correction."""
-    reach = float(found.reach[index])
+    # An exact mode reaches what `sync` reaches.
+    reach = cost.reach if cost.plan.mode == "sync" else float(found.reach[index])
     # A missed target costs the time to train again in `sync`, as in the cost model.
     missed = 1.0 - reach
     own = math.log(speed(cost))

@@ -8,7 +8,7 @@ synchronous steps. The results are the labels. They exclude the cost of the swit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -199,7 +199,6 @@ class _Collector:
         self._chance = 2.0 * moments / (scenario.network.target_steps / 4.0)
         self._explore_rate = float(rng.choice((0.0, 0.01, 0.05)))
         self._inner = CostPolicy(n, ranker=self._rank, hosts=[f"host{r}" for r in range(n)])
-        self.observe: Callable[[Plan, float, float, float], None] = self._inner.observe
 
     @property
     def done(self) -> bool:

@@ -217,12 +217,8 @@ def fit(frame: Any, settings: Settings | None = None) -> Fit:
 
 
 def _others(frame: Any) -> npt.NDArray[np.bool_]:
-    """Rows in which decisions use the heads.
-
-    All plans of mode `sync` keep the cost model's prediction (`Predictor`): of plain `sync` the relative time is 1 by
-    definition, and of `sync(balanced)` and `sync(steal)` there are next to no rows.
-    """
-    return np.asarray((frame["mode"] != "sync").to_numpy())
+    """Rows in which decisions use the heads: all but those of plain `sync`, whose relative time is 1 by definition."""
+    return np.asarray((frame["plan"] != "sync").to_numpy())
 
 
 def _widen(judged: Mapping[str, Array], residual: Array, rows: npt.NDArray[np.bool_]) -> float:

@@ -47,6 +47,7 @@ from scheduler.policy.candidates import (
     summarize_stragglers,
 )
 from scheduler.policy.explanation import comparison, describe_stragglers
+from scheduler.policy.loss_stretches import LossStretches
 from scheduler.policy.ski_rental import SkiRental
 from scheduler.policy.switch_outcome import CostFactors, ModeBackoff, OutcomeCheck, SlownessProfile, SwitchOutcome
 from scheduler.records import Window
@@ -161,6 +162,7 @@ class CostPolicy:
         self._freezes = Freezes()
         self._slow_since = SlowSince()
         self._links = LinkMemory()
+        self._stretches = LossStretches()
         self._calm_since: int | None = None
         self._noise = 4.0
         self._conditions: Conditions | None = None  # Of the last decision.
@@ -190,6 +192,7 @@ class CostPolicy:
         self._unmeasured = False
         if self.world_size < 2:
             return None
+        self._learn(window, active)
         self._sets.update(dict.fromkeys(active.sets, window.step))
         alarm = self.guard.check(window, active)
         if alarm:
@@ -243,6 +246,33 @@ class CostPolicy:
         self._least_gain = max(self._gain, _GAIN_CROWDED) if conditions.crowded else self._gain
         return conditions
 
+    def _learn(self, window: Window, active: Plan) -> None:
+        """Learn the price of staleness from the loss decrease under a plan (see `StalenessPrice.observe`)."""
+        stretch = self._stretches.note(window, active)
+        if stretch is None:
+            return
+        plan, n = stretch.plan, self.world_size
+        length = plan.quorum / n if plan.mode == "ps" and plan.lr_rule == "linear" else 1.0
+        gradients = float(plan.quorum) if plan.mode in ("ps", "partial", "subgroup") else float(n)
+        if plan.mode == "grouped" or plan.rule == "groups":
+            count = plan.updates_per_step
+            length, gradients = 1.0 / count if plan.lr_rule == "linear" else 1.0, n / count
+        self.price.observe(
+            decrease=stretch.decrease,
+            updates=stretch.updates,
+            drift=self._drift(plan),
+            length=length,
+            gradients=gradients,
+            noise=self._noise,
+            world=n,
+        )
+
+    def _drift(self, plan: Plan) -> float:
+        """Return the predicted drift of a plan's gradients: arrivals are measured, the parameters' movement is not."""
+        if plan.mode == "sync":
+            return 0.0
+        return next((p.drift for p in self.last if p.plan.label == plan.label), math.nan)
+
     def _rated(
         self, window: Window, conditions: Conditions, active: Plan, stragglers: StragglerSummary
     ) -> list[Prediction]:
@@ -285,23 +315,6 @@ class CostPolicy:
             return 0.0
         usual_s = float(self._conditions.usual_s.max()) * _steps_per_report(active, self._conditions)
         return window.pause_s if window.pause_s > max(_PAUSE_S, _PAUSE_STEPS * usual_s) else 0.0
-
-    def observe(self, plan: Plan, updates: float, decrease: float, drift: float) -> None:
-        """Learn the price of staleness from the loss decrease under a plan (see `StalenessPrice.observe`)."""
-        length = plan.quorum / self.world_size if plan.mode == "ps" and plan.lr_rule == "linear" else 1.0
-        gradients = float(plan.quorum) if plan.mode in ("ps", "partial", "subgroup") else float(self.world_size)
-        if plan.mode == "grouped" or plan.rule == "groups":
-            count = plan.updates_per_step
-            length, gradients = 1.0 / count if plan.lr_rule == "linear" else 1.0, self.world_size / count
-        self.price.observe(
-            decrease=decrease,
-            updates=updates,
-            drift=drift,
-            length=length,
-            gradients=gradients,
-            noise=self._noise,
-            world=self.world_size,
-        )
 
     def explain(self) -> str:
         """One sentence about the current choice, also when the plan is kept: `no rank is slow: sync`."""

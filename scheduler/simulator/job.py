@@ -2,8 +2,7 @@
 
 The policy is a live job's: `decide(window, active)` returns a plan or None. A plan becomes active one step after the
 decision. A switch costs `switch_s` between modes of collectives and `handover_s` to or from servers; a switch from
-another family than `all_ranks` also waits for the current batches and transfers the state. A policy that has a method
-`observe(plan, updates, gain, drift)` receives the progress made, as a live job estimates it from the loss.
+another family than `all_ranks` also waits for the current batches and transfers the state.
 """
 
 from __future__ import annotations
@@ -153,7 +152,6 @@ class Job:
         self.steps = 0
         self._pending: Plan | None = None
         self._left_s: dict[tuple[int, ...], float] = {}  # When a plan with that process set ended.
-        self._observed = (0.0, 0.0, 0.0)
         self._frozen = sorted((e.start_s, e.end_s, e.rank) for e in scenario.episodes if e.kind == "frozen")
         self._rng = np.random.default_rng(scenario.seed + 1)
         self._measured = (0.0, np.zeros(scenario.world_size))
@@ -193,7 +191,6 @@ class Job:
             if self.now_s - before_s > max(_SILENT_S, _SILENT_STEPS * usual_s):
                 self._decide(self._silences(before_s))
             if self._pending is None and self.steps % self.every_steps == 0:
-                self._observe()
                 self._decide({})
 
     def outcome(self, label: str = "") -> Outcome:
@@ -205,6 +202,7 @@ class Job:
         state, scenario = self.state, self.scenario
         state.machines.advance_to(state.now_s)
         noise, links = self._errors()
+        losses = self._losses if scenario.records_loss else ()
         silent = {rank: self.now_s - start for start, end, rank in self._frozen if start < self.now_s < end}
         silent.update(silent_s or {})
         ranks = [
@@ -217,8 +215,8 @@ class Job:
             noise_scale=float(state.account.noise[0]) * math.exp(0.2 * noise),
             comm_bytes=scenario.network.comm_bytes,
             allowed=scenario.allowed,
-            losses=tuple(loss for _, loss in self._losses),
-            loss_steps=tuple(step for step, _ in self._losses),
+            losses=tuple(loss for _, loss in losses),
+            loss_steps=tuple(step for step, _ in losses),
             batch=scenario.batch,
             fixed_part=scenario.fixed_part,
             microbatches=scenario.microbatches,
@@ -242,7 +240,7 @@ class Job:
             input_share=float(state.history_input_s[0, rank, slots].sum()) / total_s,
             starved_share=float(state.history_starved_s[0, rank, slots].sum()) / total_s,
             late_share=float(state.history_late[0, rank, slots].mean()) if count else 0.0,
-            link_bytes_per_s=rate,
+            link_bytes_per_s=rate if scenario.has_link_rates else math.nan,
             comm_s=(ring * scenario.network.comm_bytes / rate + scenario.cluster.cycle_s,) * min(count, 3),
             silent_s=silent_s,
         )
@@ -284,18 +282,6 @@ class Job:
         plan = self.policy.decide(self.window(silent_s), self.plan)
         if plan is not None:
             self._pending = plan
-
-    def _observe(self) -> None:
-        """Pass the progress made to the policy, with 10 % noise: the precision of a loss curve."""
-        observe = getattr(self.policy, "observe", None)
-        account = self.state.account
-        total = (float(account.updates[0]), float(account.gain[0]), float(account.drift[0]))
-        updates, gain, drift = (new - old for new, old in zip(total, self._observed, strict=True))
-        if observe is None or updates < 1.0:
-            return
-        self._observed = total
-        noisy = gain * (1.0 + 0.1 * float(self._rng.standard_normal()))
-        observe(self.plan, updates, noisy, drift / updates)
 
     def _switch(self, plan: Plan) -> None:
         state = self.state

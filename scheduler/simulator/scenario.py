@@ -113,6 +113,8 @@ class Scenario:
         batch: Samples of a rank's batch if `shard` forms the batches, so that `sync(balanced)` is possible; else 0.
         fixed_part: Fraction of a rank's time that does not depend on its batch size.
         microbatches: Micro-batches of a rank's batch if `shard` cuts it, so that `sync(steal)` is possible; else 0.
+        has_link_rates: Whether the job measures its links; one on one host does not.
+        records_loss: Whether the user records the loss, from which the price of staleness is learned.
     """
 
     cluster: Cluster
@@ -124,6 +126,8 @@ class Scenario:
     batch: int = 0
     fixed_part: float = FIXED
     microbatches: int = 0
+    has_link_rates: bool = True
+    records_loss: bool = True
 
     def __post_init__(self) -> None:
         n = self.cluster.world_size
@@ -187,8 +191,8 @@ def draw_network(rng: np.random.Generator, name: str = "network") -> Network:
 
 
 def draw_cluster(rng: np.random.Generator, world_size: int = 0) -> Cluster:
-    """Draw a cluster: 4 to 32 ranks of equal or slightly unequal speed, links of 1 to 25 Gb/s."""
-    n = world_size or int(rng.choice((4, 8, 8, 16, 32)))
+    """Draw a cluster: 3 to 32 ranks of equal or slightly unequal speed, links of 1 to 25 Gb/s."""
+    n = world_size or int(rng.choice((3, 4, 8, 16, 32), p=(0.08, 0.2, 0.36, 0.2, 0.16)))
     unequal = float(rng.choice((0.0, 0.02, 0.15), p=(0.6, 0.25, 0.15)))
     rate = float(rng.choice((1.25e8, 1.25e9, 3.1e9), p=(0.2, 0.5, 0.3)))
     return Cluster(
@@ -200,6 +204,26 @@ def draw_cluster(rng: np.random.Generator, world_size: int = 0) -> Cluster:
         overlap=float(rng.uniform(0.2, 0.6)),
         handover_s=float(rng.uniform(0.1, 0.6)),
     )
+
+
+_LOADERS = ("own", "sharded", "cut")
+"""Who forms the batches: the user's loader, `shard`, or `shard` with micro-batches."""
+
+
+def draw_program(rng: np.random.Generator, scenario: Scenario) -> Scenario:
+    """Draw what the user's program lets the job know and do: its loader, links, and whether it records the loss."""
+    loader = str(rng.choice(_LOADERS, p=(0.5, 0.35, 0.15)))
+    batch = round(_log_uniform(rng, (8.0, 256.0)))
+    fixed_part = float(rng.uniform(0.02, 0.4))
+    parts = int(rng.choice((2, 4, 8)))
+    scenario = replace(
+        scenario, has_link_rates=bool(rng.random() < 0.7), records_loss=bool(rng.random() < 0.6), fixed_part=fixed_part
+    )
+    if loader == "own":
+        return scenario
+    if loader == "sharded":
+        return replace(scenario, batch=batch)
+    return replace(scenario, batch=batch, microbatches=parts, allowed=frozenset({"sync"}))
 
 
 def draw_scenario(
@@ -228,4 +252,4 @@ def draw_scenario(
     episodes = generate(
         rng, cluster.world_size, step_s=step_s, horizon_s=1.3 * step_s * chosen.target_steps, pattern=pattern
     )
-    return Scenario(cluster=cluster, network=chosen, episodes=episodes, seed=seed)
+    return draw_program(rng, Scenario(cluster=cluster, network=chosen, episodes=episodes, seed=seed))

@@ -1,4 +1,4 @@
-"""Chooses the plan in mode `auto`: which policy decides, how often, what it learns from the loss. Pure: no clock."""
+"""Chooses the plan in mode `auto`: which policy decides, and how often. Pure: no clock."""
 
 from __future__ import annotations
 
@@ -29,8 +29,6 @@ and closes steps. It grows in the same way while the set of stragglers keeps cha
 _PAUSE_S, _MOST_PAUSE_S = 60.0, 3600.0  # Time without predictions after one failed: doubled each time.
 _FORGIVEN_S = 3600.0  # Time of predictions without a failure after which the next pause is the first again.
 _ALERT = 2  # Consecutive slow reports of a rank that trigger a decision at once in `sync`, where all ranks wait for it.
-_STRETCH_UPDATES = 64  # Steps under one plan before its loss is compared; over fewer, noise of batches dominates.
-_SMOOTH = 16  # Losses averaged at each end of such a stretch.
 
 
 class _Pace:
@@ -90,7 +88,6 @@ class Choice:
         self._forgiven_at_s = math.inf  # When predictions will have succeeded long enough for the shortest pause.
         self._retry_at_s: float | None = None  # When predictions are tried again.
         self._pace = _Pace()
-        self._stretch: tuple[int, Plan] | None = None
 
     def decide(
         self, window: Window, active: Plan, stragglers: Sequence[Straggler], now_s: float
@@ -114,7 +111,6 @@ class Choice:
             if not (self._predicting.alarmed(window, active) or due):
                 self.watch(window, active, now_s)
                 return None
-            self._learn(window, active)
             plan = self._predicting.decide(window, active)
         except Exception:
             self._give_predicting_up(now_s)
@@ -195,34 +191,4 @@ class Choice:
         pause_s = min(_MOST_PAUSE_S, _PAUSE_S * 2.0**self._failed)
         self._failed += 1
         logger.exception("predicting modes failed; the rule-based policy decides for the next %.0f s", pause_s)
-        self._predicting, self._stretch, self._retry_at_s = None, None, now_s + pause_s
-
-    def _learn(self, window: Window, active: Plan) -> None:
-        """Pass the policy the decrease of the loss over a stretch under one plan, from which it prices staleness."""
-        assert self._predicting is not None
-        if self._stretch is None or self._stretch[1].plan_id != active.plan_id:
-            self._stretch = (window.step, active)
-            return
-        began, plan = self._stretch
-        inside = [
-            (step, loss)
-            for step, loss in zip(window.loss_steps, window.losses, strict=True)
-            if step >= began and math.isfinite(loss)
-        ]
-        # Under servers a loss is one of several updates, so a stretch can have enough steps but not enough losses.
-        if window.step - began < _STRETCH_UPDATES or len(inside) < 3 * _SMOOTH:
-            return
-        self._stretch = (window.step, active)
-        first, last = inside[:_SMOOTH], inside[-_SMOOTH:]
-        decrease = (sum(loss for _, loss in first) - sum(loss for _, loss in last)) / _SMOOTH
-        # The decrease is one from the middle of the first losses to the middle of the last; the oldest are not kept.
-        steps = (sum(step for step, _ in last) - sum(step for step, _ in first)) / _SMOOTH
-        updates = steps * plan.steps_per_report(Readings.of(window).typical_s)
-        self._predicting.observe(plan, updates, decrease, self._drift(plan))
-
-    def _drift(self, plan: Plan) -> float:
-        """Return the predicted drift of a plan's gradients: arrivals are measured, the parameters' movement is not."""
-        assert self._predicting is not None
-        if plan.mode == "sync":
-            return 0.0
-        return next((p.drift for p in self._predicting.last if p.plan.label == plan.label), math.nan)
+        self._predicting, self._retry_at_s = None, now_s + pause_s

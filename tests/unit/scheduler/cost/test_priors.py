@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -59,7 +60,9 @@ def test_a_policy_takes_the_prior_of_its_network_until_it_has_learned() -> None:
     policy.decide(window(steady(4), comm_bytes=20_000), Plan.sync(4))
     assert policy.price.prior == prior_of(20_000)
     assert policy.price.value == pytest.approx(prior_of(20_000).price, rel=0.05)
-    policy.observe(Plan.sync(4), 64.0, 0.1, 0.0)
+    losses = tuple(3.0 - 0.01 * step for step in range(96))
+    one = window(steady(4), end=128, comm_bytes=20_000)
+    policy.decide(replace(one, losses=losses, loss_steps=tuple(range(32, 128))), Plan.sync(4))
     assert policy.price.observations == 1
     policy.decide(window(steady(4), comm_bytes=40_000_000), Plan.sync(4))
     assert policy.price.prior == prior_of(20_000), "what was learned is not thrown away"

@@ -106,6 +106,24 @@ def test_forms_of_servers_are_told_apart() -> None:
     assert column(found, "behind").tolist() == [0.0, 0.0, 0.0, 1.0]
 
 
+def test_exact_modes_are_told_apart() -> None:
+    given = window()
+    conditions = Conditions.from_window(given)
+    assert conditions is not None
+    plans = [Plan.sync(N), Plan.sync(N, balanced=True), Plan.sync(N, steal=True)]
+    found = rows(plans, conditions, given, plans[0], in_order(plans, conditions))
+    assert column(found, "balanced").tolist() == [0.0, 1.0, 0.0] and column(found, "steals").tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(("scale", "silent_s", "counted"), [(0.01, 0.9, False), (1.0, 9.0, False), (1.0, 11.0, True)])
+def test_the_time_of_a_batch_is_no_silence(scale: float, silent_s: float, counted: bool) -> None:
+    """When a decision falls within a step is chance; in a simulated job it falls at the end of one."""
+    given = window(scale)
+    ranks = (dataclasses.replace(given.ranks[0], silent_s=silent_s), *given.ranks[1:])
+    _, found = table(dataclasses.replace(given, ranks=ranks))
+    assert column(found, "silent_log")[0] == (pytest.approx(math.log1p(silent_s / scale), rel=0.1) if counted else 0.0)
+
+
 @pytest.mark.parametrize("steps_ago", [0, 3, 30])
 def test_an_evaluation_of_all_ranks_is_no_slowness(steps_ago: int) -> None:
     """It lies within the next step's compute time of every rank, and can last hundreds of steps."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from scheduler.cost.conditions import Conditions
 from scheduler.cost.cost_model import Prediction
+from scheduler.cost.staleness_price import StalenessPrice
 from scheduler.diagnosis.freezes import Freezes
 from scheduler.plan.headroom import Headroom
 from scheduler.plan.plan import Plan
@@ -474,11 +475,19 @@ def test_any_rhythm_of_a_disturbance_costs_at_most_twice_the_better_mode(
 def test_an_update_of_dynamic_groups_is_that_of_a_group(
     groups: tuple[tuple[int, ...], ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, found = CostPolicy(4), []
-    monkeypatch.setattr(policy.price, "observe", lambda **values: found.append((values["length"], values["gradients"])))
     dynamic = Plan.ps(4, 1, rule="groups", groups=groups)
+    found: list[tuple[float, float]] = []
+
+    def observe(self: StalenessPrice, **values: float) -> None:
+        found.append((values["length"], values["gradients"]))
+
+    monkeypatch.setattr(StalenessPrice, "observe", observe)
     for plan in (dynamic, Plan.grouped(4, groups), dynamic.replace(lr_rule="none"), Plan.ps(4, 1)):
-        policy.observe(plan, 100.0, 1.0, 0.5)
+        policy = CostPolicy(4)
+        for end in (100, 200):
+            losses = tuple(3.0 - 0.01 * step for step in range(end - 96, end))
+            one = replace(window(steady(4), end=end), losses=losses, loss_steps=tuple(range(end - 96, end)))
+            policy.decide(one, plan)
     count = len(groups)
     assert found == [(1.0 / count, 4.0 / count)] * 2 + [(1.0, 4.0 / count), (0.25, 1.0)]
 

@@ -405,14 +405,32 @@ def test_a_mode_without_a_simulation_is_not_simulated_as_another() -> None:
         make_mode(job(scenario(4), plan), [plan])
 
 
+class Keep:
+    def decide(self, window: Window, active: Plan) -> Plan | None:
+        return None
+
+
 @pytest.mark.parametrize(
     ("plan", "losses"), [(Plan.sync(4), 24), (Plan.ps(4, 1), 6), (Plan.ps(4, 3), 18), (Plan.grouped(4, 2), 12)]
 )
 def test_a_loss_is_recorded_per_step_s_worth_of_gradients(plan: Plan, losses: int) -> None:
-    class Keep:
-        def decide(self, window: Window, active: Plan) -> Plan | None:
-            return None
-
     simulated = Job(Scenario(network=TINY, cluster=Cluster(world_size=4)), plan, Keep())
     simulated.advance(24)
     assert len(simulated.window().losses) == losses
+
+
+def test_programs_of_all_kinds_are_drawn() -> None:
+    drawn = [draw_scenario(seed) for seed in range(60)]
+    assert {(sc.batch > 0, sc.microbatches > 0) for sc in drawn} == {(False, False), (True, False), (True, True)}
+    assert {sc.has_link_rates for sc in drawn} == {sc.records_loss for sc in drawn} == {False, True}
+    assert all(sc.allowed == {"sync"} for sc in drawn if sc.microbatches)
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_a_window_has_what_the_job_measures(known: bool) -> None:
+    sc = Scenario(network=TINY, cluster=Cluster(world_size=4), has_link_rates=known, records_loss=known)
+    job = Job(sc, policy=Keep())
+    job.advance(8)
+    seen = job.window()
+    assert np.isfinite(seen.table.link_bytes_per_s).all() == known
+    assert bool(seen.losses) == bool(seen.loss_steps) == known

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -196,60 +195,15 @@ def test_predictions_and_a_sentence_stand_behind_a_decision() -> None:
     assert "rank 3" in choice.explain() and "slower" in choice.explain()
 
 
-def test_a_stretch_under_one_plan_teaches_the_price_once_losses_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    choice, active = Choice(4, Config(policy="cost"), HOSTS), Plan.ps(4, 3, plan_id=1)
-    told: list[Any] = []
-    policy = choice.policy
-    assert policy is not None
-    monkeypatch.setattr(policy, "observe", lambda *values: told.append(values))
+def test_losses_teach_the_price_of_staleness() -> None:
+    choice, active = Choice(4, Config(policy="cost"), HOSTS), Plan.sync(4)
+    assert choice.policy is not None
     falling = [2.0 - 0.01 * i for i in range(100)]
-    decide(choice, window(100), active, 0.0)
-    decide(choice, window(200), active, 10.0)
-    assert not told, "without losses nothing is learned"
-    decide(choice, window(300, losses=falling), active, 20.0)
-    (plan, updates, decrease, _drift), = told
-    assert plan is active and decrease == pytest.approx(0.84)
-    assert updates == pytest.approx(84.0), "from the middle of the first losses to that of the last"
-    decide(choice, window(310, losses=falling), Plan.sync(4, plan_id=2), 30.0)
-    decide(choice, window(320, losses=falling), Plan.sync(4, plan_id=2), 40.0)
-    assert len(told) == 1, "a stretch is long, and under one plan"
-
-
-@pytest.mark.parametrize(("plan", "updates"), [(Plan.local(4, steps=4), 336.0), (Plan.local(4, seconds=0.6), 504.0)])
-def test_an_averaging_is_as_many_updates_as_steps(
-    plan: Plan, updates: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    choice, told = Choice(4, Config(policy="cost"), HOSTS), []
-    monkeypatch.setattr(choice.policy, "observe", lambda *values: told.append(values[1]))
-    falling = [2.0 - 0.01 * i for i in range(100)]
-    decide(choice, window(200), plan, 0.0)
-    decide(choice, window(300, losses=falling), plan, 10.0)
-    assert told == [pytest.approx(updates)]
-
-
-def _stretches(
-    plan: Plan, ends: Sequence[int], kept: int, every: int, monkeypatch: pytest.MonkeyPatch
-) -> list[tuple[float, float]]:
-    """Updates and decrease of each stretch, of which the last `kept` losses are known, one of `every` steps."""
-    choice, found = Choice(4, Config(policy="cost"), HOSTS), []
-    monkeypatch.setattr(choice.policy, "observe", lambda *values: found.append((values[1], values[2])))
-    for number, end in enumerate(ends):
-        steps = tuple(range(0, end, every))[-kept:]
-        losses = tuple(9.0 - 0.01 * step for step in steps)
-        decide(choice, replace(window(end), losses=losses, loss_steps=steps), plan, 10.0 * number)
-    return found
-
-
-@pytest.mark.parametrize(("steps", "every"), [(100, 1), (800, 1), (800, 4)])
-def test_updates_and_decrease_are_of_the_same_span(steps: int, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    (found,) = _stretches(Plan.ps(4, 1, plan_id=1), (200, 200 + steps), 256, every, monkeypatch)
-    updates, decrease = found
-    assert decrease / updates == pytest.approx(0.01), "however long the stretch, and however few of its losses are kept"
-
-
-def test_a_stretch_goes_on_until_it_has_enough_losses(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = Plan.ps(4, 1, plan_id=1)
-    assert len(_stretches(plan, range(200, 701, 80), 256, 4, monkeypatch)) == 2, "of 192 steps or more"
+    decide(choice, window(200), active, 0.0)
+    decide(choice, window(300), active, 10.0)
+    assert not choice.policy.price.observations, "without losses nothing is learned"
+    decide(choice, window(400, losses=falling), active, 20.0)
+    assert choice.policy.price.observations == 1
 
 
 def test_windows_between_two_decisions_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,69 @@
+"""Stretches of training under one plan, with their loss decrease, from which the price of staleness is learned."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from scheduler.diagnosis.window_stats import Readings
+from scheduler.plan.plan import Plan
+from scheduler.records import Window
+
+__all__ = ["LossStretches", "Stretch"]
+
+_STEPS = 64
+"""Steps under one plan before its loss is compared; over fewer, the noise of batches dominates."""
+
+_SMOOTH = 16
+"""Losses averaged at each end of a stretch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """Training under one plan.
+
+    Attributes:
+        plan: The plan.
+        updates: Updates from the middle of the first losses to the middle of the last.
+        decrease: Decrease of the loss between these, negative if it rose.
+    """
+
+    plan: Plan
+    updates: float
+    decrease: float
+
+
+class LossStretches:
+    """Cuts the recorded losses of a job into stretches."""
+
+    def __init__(self) -> None:
+        self._begun: tuple[int, Plan] | None = None
+
+    def note(self, window: Window, active: Plan) -> Stretch | None:
+        """Return a stretch that ends with this window, None if there is none.
+
+        Without recorded losses there never is one. Under servers a loss is one of several updates, so that a stretch
+        can have enough steps but not enough losses: then it goes on.
+
+        Args:
+            window: Recent reports and losses.
+            active: The active plan.
+        """
+        if self._begun is None or self._begun[1].plan_id != active.plan_id:
+            self._begun = (window.step, active)
+            return None
+        began, plan = self._begun
+        inside = [
+            (step, loss)
+            for step, loss in zip(window.loss_steps, window.losses, strict=True)
+            if step >= began and math.isfinite(loss)
+        ]
+        if window.step - began < _STEPS or len(inside) < 3 * _SMOOTH:
+            return None
+        self._begun = (window.step, active)
+        first, last = inside[:_SMOOTH], inside[-_SMOOTH:]
+        decrease = (sum(loss for _, loss in first) - sum(loss for _, loss in last)) / _SMOOTH
+        # The decrease is one from the middle of the first losses to the middle of the last; the oldest are not kept.
+        steps = (sum(step for step, _ in last) - sum(step for step, _ in first)) / _SMOOTH
+        each = 1.0 if window.counts_local else plan.steps_per_report(Readings.of(window).typical_s)
+        return Stretch(plan=plan, updates=steps * each, decrease=decrease)
