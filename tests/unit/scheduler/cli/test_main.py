@@ -281,7 +281,7 @@ def test_a_model_that_would_be_off_in_real_jobs_is_rejected_before_the_simulatio
     text = " ".join(capsys.readouterr().out.split())
     assert status == 1 and not seen and registry.promoted == []
     assert "rejected: it was fitted to no row with no observed price of staleness (price_seen_log)" in text
-    assert "datasets/real.csv.gz" in text and "the champion stays: star-tta v1 (champion)" in text
+    assert "train with the tables in datasets/" in text and "the champion stays: star-tta v1 (champion)" in text
 
 
 @pytest.mark.slow
