@@ -11,9 +11,9 @@ TORCH_SPEC ?= torch==2.13.0
 TORCH_INDEX_URL ?=
 EXTRAS ?= dev,train,bench
 PYTEST_ARGS ?=
-# Files of tests that run side by side, two more of them with jobs than there are cores (tests/support/slots.py); no test
+# Files of tests that run side by side, one more of them with jobs than there are cores (tests/support/slots.py); no test
 # depends on how fast it gets on.
-TEST_JOBS ?= 5
+TEST_JOBS ?= 4
 # Unit tests that run side by side in `test-quick`, where no job of several processes competes: one per core.
 QUICK_JOBS ?= auto
 SEEDS ?= 20

@@ -1,6 +1,6 @@
 """Lets only some workers of a test run have jobs at the same time, while the others run tests of one process.
 
-The ranks of a job wait for half of its time, for each other or as slow ranks; so two jobs more may run than there are
+The ranks of a job wait for half of its time, for each other or as slow ranks; so one job more may run than there are
 cores.
 """
 
@@ -25,11 +25,11 @@ _PLACE = Path(tempfile.gettempdir()) / f"star-test-slots-{os.getuid()}"  # A slo
 
 @contextlib.contextmanager
 def job_slot(longest_s: float = LONGEST_S) -> Iterator[bool]:
-    """Hold one of this machine's slots, two more than there are cores, and yield whether one was free in time.
+    """Hold one of this machine's slots, one more than there are cores, and yield whether one was free in time.
 
     The system frees the slots of a process that dies.
     """
-    slots, limit_s = range(2 + _cores()), time.monotonic() + longest_s
+    slots, limit_s = range(1 + _cores()), time.monotonic() + longest_s
     with _PLACE.open("w") as place:
         while not (held := any(_lock(place.fileno(), slot) for slot in slots)) and time.monotonic() < limit_s:
             time.sleep(_LOOK_S)
