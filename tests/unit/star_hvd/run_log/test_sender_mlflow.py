@@ -418,11 +418,10 @@ def test_a_run_of_another_version_is_refused(root: Path, store: str, capsys: pyt
 @pytest.mark.slow
 def test_the_sender_gives_way_to_the_job_and_imports_no_torch_horovod_pandas(root: Path, store: str) -> None:
     directory = write_run(root)
-    check = dispatch.SHIPPER_PROGRAM.replace("if os.fork(): os._exit(0)\n", "").replace(
+    # Read at once, before the imports, since tests beside this one raise the priority of all senders (`await_sent`).
+    check = dispatch.SHIPPER_PROGRAM.replace("if os.fork(): os._exit(0)\n", "nice = os.nice(0)\n").replace(
         "sys.exit(main(int(sys.argv[3])))",
-        # Read before, since tests beside this one raise the priority of all senders (`await_sent`).
-        "nice = os.nice(0)\nmain(int(sys.argv[3]))\n"
-        "print(nice, sorted({'torch', 'horovod', 'pandas'} & set(sys.modules)))",
+        "main(int(sys.argv[3]))\nprint(nice, sorted({'torch', 'horovod', 'pandas'} & set(sys.modules)))",
     )
     assert "fork" not in check and "print" in check
     package = Path(dispatch.__file__).resolve().parents[1]
