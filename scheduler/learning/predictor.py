@@ -84,7 +84,7 @@ UNKNOWN: dict[str, tuple[dict[str, float], str]] = {
 
 CORRECTION_WEIGHT = 0.5
 """Weight of the learned correction: an average of two predictors with different errors is better than either. Chosen on
-60 simulated jobs (regret 2.9 %, 3.2 % with weight 0); on 30 others it is 5.8 %, 6.0 % with weight 1, 7.8 % with 0."""
+simulated jobs with earlier tables. With those of this version the regret on 72 held-out jobs is 4.1 %, 7.5 % with 0."""
 
 
 class ModelError(ValueError):

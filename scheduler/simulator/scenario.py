@@ -210,7 +210,7 @@ _LOADERS = ("own", "sharded", "cut")
 """Who forms the batches: the user's loader, `shard`, or `shard` with micro-batches."""
 
 
-def draw_program(rng: np.random.Generator, scenario: Scenario) -> Scenario:
+def _draw_program(rng: np.random.Generator, scenario: Scenario) -> Scenario:
     """Draw what the user's program lets the job know and do: its loader, links, and whether it records the loss."""
     loader = str(rng.choice(_LOADERS, p=(0.5, 0.35, 0.15)))
     batch = round(_log_uniform(rng, (8.0, 256.0)))
@@ -252,4 +252,4 @@ def draw_scenario(
     episodes = generate(
         rng, cluster.world_size, step_s=step_s, horizon_s=1.3 * step_s * chosen.target_steps, pattern=pattern
     )
-    return draw_program(rng, Scenario(cluster=cluster, network=chosen, episodes=episodes, seed=seed))
+    return _draw_program(rng, Scenario(cluster=cluster, network=chosen, episodes=episodes, seed=seed))

@@ -664,7 +664,7 @@ class JobState:
         """End what would last for ever: ranks in a collective wait for ranks that wait for them in a loop.
 
         Samples that the former have not begun may still let the latter go on, or one of these loops may not need them.
-        Else the ranks in the loop are told why they cannot go on: those in the collective are inside Horovod.
+        Else the ranks in the loop raise an error with the reason: those in the collective are inside Horovod.
         """
         in_loops = self._leases.stuck | self._at_end
         if not in_loops:
