@@ -34,7 +34,8 @@ def _job_outcome(ranks: int, case_id: str) -> None:
         if outcome is None:
             running = result.get("running")
             where = "while it ran" if running == case_id else f"before, at {running!r}"
-            told.append(f"rank {rank}: the job ended {where}")
+            stuck = f"; stuck: {job.stuck}" if job.stuck and not told else ""
+            told.append(f"rank {rank}: the job ended {where}{stuck}")
         elif outcome:
             told.append(f"rank {rank}: {outcome}")
     if any("the job ended" in text for text in told):

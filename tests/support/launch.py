@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,8 @@ RESULTS = "TEST_JOB_RESULTS"  # Environment variable: the folder that the ranks 
 JOB_LIMIT_S = 600.0
 """Within this every job of the tests ends, on the busiest machine; only one that hangs is ended by it."""
 SHOWN_LINES = 60
+FRAME = re.compile(r'File "(?:.*/)?([^/"]+)", line (\d+) in (\S+)')
+STACK_DEPTH = 8
 STACK_LINES = 500  # What the threads of a job's ranks are doing, shortly before its time is over.
 TERMINATE_GRACE_S = 5.0
 
@@ -54,8 +57,20 @@ class JobResult:
 
     @property
     def tail(self) -> str:
-        """Return the last lines of the output."""
-        return "\n".join(self.output.splitlines()[-SHOWN_LINES:])
+        """Return the last lines of the output; where ranks printed what their threads were doing, enough to see that."""
+        return "\n".join(self.output.splitlines()[-(STACK_LINES if self.stuck else SHOWN_LINES) :])
+
+    @property
+    def stuck(self) -> str:
+        """Return where the main thread of each rank was, in one line, if ranks printed their stacks; else empty."""
+        stacks: dict[str, list[str]] = {}
+        for line in self.output.splitlines():
+            rank, _, text = line.rpartition("<stderr>:")
+            if text.startswith("Thread 0x"):
+                stacks[rank] = []  # That of the main thread is the last one.
+            elif (frame := FRAME.search(text)) and rank in stacks:
+                stacks[rank].append("{}:{} {}".format(*frame.groups()))
+        return "; ".join(f"{rank} {' < '.join(frames[:STACK_DEPTH])}" for rank, frames in sorted(stacks.items()))
 
     def check(self) -> JobResult:
         """Return this result if the job succeeded.
