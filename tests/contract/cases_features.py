@@ -10,6 +10,7 @@ import torch
 
 import star_hvd
 from tests.contract.harness import (
+    FORCE_S,
     Api,
     Context,
     Plain,
@@ -266,12 +267,17 @@ def gradients_that_a_slow_rank_has_cleared_stay_cleared(ctx: Context) -> None:
         filled.update(name for name, param in model.named_parameters() if param.grad is not None and param.grad.any())
 
     until_relaxed(optimizer, lambda: one(0))
-    for step in range(3 * SLOW_STEPS):
-        one(step)
+    limit_s, was_behind = time.monotonic() + FORCE_S, False
+    # Where all ranks share a busy core, the others are hardly faster; rank 0's clock decides for all of them.
+    while not was_behind and star_hvd.broadcast_object(time.monotonic() < limit_s, 0, name="contract.go_on"):
+        for step in range(3 * SLOW_STEPS):
+            one(step)
+        was_behind = any(star_hvd.allgather_object(behind > 0, name="contract.behind"))
     optimizer.close()
+    equal = all_equal(params_of(model))  # Before anything that fails on a part of the ranks.
     assert not filled, f"{sorted(filled)} have gradients of other ranks' steps"
-    assert behind or ctx.rank < ctx.size - 1, "the slow rank was never behind"
-    assert all_equal(params_of(model)), "replicas differ"
+    assert was_behind, "the slow rank was never behind"
+    assert equal, "replicas differ"
 
 
 @case(modes=("sync",), last=True)

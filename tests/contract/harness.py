@@ -23,6 +23,7 @@ from tests.support.plain import horovod
 
 __all__ = [
     "CASES",
+    "FORCE_S",
     "Api",
     "Context",
     "Plain",
@@ -45,7 +46,8 @@ __all__ = [
     "wrapped",
 ]
 
-FORCE_S = 120.0  # Reached only if a mode never comes into force.
+FORCE_S = 120.0
+"""Reached only if what a case waits for, a mode in force for example, never comes about."""
 Values = dict[str, torch.Tensor]
 OptimizerOf = Callable[[Any], torch.optim.Optimizer]
 

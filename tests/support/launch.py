@@ -57,7 +57,7 @@ class JobResult:
 
     @property
     def tail(self) -> str:
-        """Return the last lines of the output; where ranks printed what their threads were doing, enough to see that."""
+        """Return the last lines of the output: enough to see what the threads were doing, if ranks printed that."""
         return "\n".join(self.output.splitlines()[-(STACK_LINES if self.stuck else SHOWN_LINES) :])
 
     @property
