@@ -102,7 +102,8 @@ class Prediction:
         if self.learned:
             return self.low, self.high
         missed = 1.0 - self.reach
-        low, high = widened(self.plan.mode, self.relative_time, self.low - missed, self.high - missed)
+        form = self.plan.label if self.plan.mode == "sync" else self.plan.mode
+        low, high = widened(form, self.relative_time, self.low - missed, self.high - missed)
         return low + missed, high + missed
 
 
