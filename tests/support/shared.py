@@ -42,7 +42,7 @@ def facts_of(module: str, names: tuple[str, ...], name: str, *, ranks: int, note
         if name in _running(job):
             lines = [line for line in job.output.splitlines() if "/star_hvd/" in line or (noted and noted in line)]
             where = "\n".join(lines)[-12000:]
-            raise AssertionError(f"the job ended during {_running(job)}:\n{where}\n{job.tail}")
+            raise AssertionError(f"the job ended during {_running(job)}: {job.stuck}\n{where}\n{job.tail}")
     raise AssertionError(f"no job came to {name}:\n{job.tail}")
 
 
