@@ -26,8 +26,10 @@ from star_hvd.runtime import runtime
 from tests.support.launch import write_result
 from tests.support.signals import PATIENCE_S, freeze, mark, marked
 
-# Steps that no rank makes where one waits for the frozen process. So many that batches handed out in advance are used.
-WARM_STEPS, STEP_S, SAMPLES, STEPS_SINCE, RECOVERED_STEPS = 10, 0.04, 4_000_000, 300, 70
+WARM_STEPS, STEP_S, SAMPLES = 10, 0.04, 4_000_000
+STEPS_SINCE, RECOVERED_STEPS = 60, 70
+"""Steps that no rank makes where one waits for the frozen process. More of the first would outlast the samples that
+ranks have leased, for half of `scheduler.rules.leasing.LEASE_S` at least, where a step takes ten times as long."""
 FROZEN_S = 12.0
 """Longer than `Config.lost_after_s` and than any limit of a server that does not answer."""
 AFTER_S = 3.0  # Rank 0 trains on for so long, with its server, which it has not heard for a while.
@@ -120,6 +122,7 @@ def train(name: str) -> dict[str, Any]:
         if int(hvd.rank()) == VICTIM and not struck and warm:
             struck, facts = True, strike(what, name)
             freed_s = time.monotonic()
+            limit_s = freed_s + PATIENCE_S
         if clock.since == STEPS_SINCE:
             mark(f"{name}.went_on")
         if time.monotonic() > freed_s + AFTER_S:
