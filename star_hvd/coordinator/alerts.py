@@ -13,7 +13,7 @@ from scheduler.diagnosis.stragglers import Straggler
 from scheduler.records import Window
 from scheduler.rules.step_closing import Close, ClosingRule
 from star_hvd.config import Config
-from star_hvd.coordinator.switch import Switch
+from star_hvd.coordinator.plans.switch import Switch
 
 __all__ = ["Alerts", "EndAlert"]
 

@@ -70,7 +70,7 @@ from star_hvd.coordinator.alerts import EndAlert
 from star_hvd.coordinator.lease_service import LeaseService, MicrobatchService
 from star_hvd.coordinator.links import LinkSurvey
 from star_hvd.coordinator.optimizer_state import OptimizerState
-from star_hvd.coordinator.set_ledger import SetLedger
+from star_hvd.coordinator.plans.set_ledger import SetLedger
 from star_hvd.coordinator.share_control import ShareControl
 from star_hvd.coordinator.validation import check
 from star_hvd.errors import ChannelError

@@ -38,14 +38,14 @@ from star_hvd.channel.messages.switch import Drained, PlanActive, Prepared, Prep
 from star_hvd.config import Config
 from star_hvd.coordinator.alerts import Alerts
 from star_hvd.coordinator.links import LinkRelevance
-from star_hvd.coordinator.mode_backoff import PreparationBackoff
-from star_hvd.coordinator.mode_chooser import Choice
-from star_hvd.coordinator.prewarm import Readiness
-from star_hvd.coordinator.report_trigger import SlowReportTrigger
+from star_hvd.coordinator.plans.mode_backoff import PreparationBackoff
+from star_hvd.coordinator.plans.mode_chooser import Choice
+from star_hvd.coordinator.plans.prewarm import Readiness
+from star_hvd.coordinator.plans.report_trigger import SlowReportTrigger
+from star_hvd.coordinator.plans.set_ledger import SetLedger
+from star_hvd.coordinator.plans.switch import Published
 from star_hvd.coordinator.reports import Arrivals, History, Losses, Pauses, Scale
-from star_hvd.coordinator.set_ledger import SetLedger
 from star_hvd.coordinator.share_control import ShareControl
-from star_hvd.coordinator.switch import Published
 
 __all__ = ["OptimizerState"]
 

@@ -20,7 +20,7 @@ import torch
 
 import star_hvd as hvd
 from scheduler.records import Plan, parse_mode
-from star_hvd.coordinator.set_ledger import MOST_SETS
+from star_hvd.coordinator.plans.set_ledger import MOST_SETS
 from star_hvd.runtime import process_sets, runtime
 from star_hvd.runtime.process_sets import MAX_SETS
 from tests.multiproc.scenarios import Facts, batch, compute, digest, model, run_each

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from star_hvd.coordinator.set_ledger import MOST_SETS
+from star_hvd.coordinator.plans.set_ledger import MOST_SETS
 from tests.multiproc.modes import LEAST_SWITCHES, WAYS, varied
 from tests.support.shared import SHARED_LIMIT_S
 from tests.support.shared import facts_of as shared_facts

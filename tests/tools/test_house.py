@@ -40,7 +40,7 @@ LAYERS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("build_check", "engine.exchange"),
         ("engine",),
         ("channel", "compression"),
-        ("doctor", "input", "modes", "ps.common"),
+        ("doctor", "input", "modes", "ps.common", "coordinator.plans"),
         ("ps.worker", "ps.server", "ps.owner", "coordinator", "run_log"),
         ("runtime",),
         ("wrapper", "epochs", "functions", "job_report"),
@@ -79,7 +79,7 @@ PRIVATE_IN_TESTS = {
     # What a decision holds of an outcome, or of reports, that takes hundreds of steps to show.
     "unit/scheduler/cost/test_bounds.py": 1, "unit/scheduler/policy/test_cost_policy.py": 6,
     "unit/scheduler/policy/test_switch_outcome.py": 15, "unit/star_hvd/coordinator/test_job_state_watch.py": 2,
-    "unit/star_hvd/coordinator/test_mode_chooser_outcomes.py": 2,
+    "unit/star_hvd/coordinator/plans/test_mode_chooser_outcomes.py": 2,
 }  # fmt: skip
 """Private accesses by file under `tests/`; a class gets a small public seam rather than an entry here."""
 

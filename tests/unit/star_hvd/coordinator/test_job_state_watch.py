@@ -14,7 +14,7 @@ from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.leases import LeaseAsk
 from star_hvd.channel.messages.switch import LinkRate, MachineNote, MakeSet, Probe
 from star_hvd.config import Config
-from star_hvd.coordinator.report_trigger import SlowReportTrigger
+from star_hvd.coordinator.plans.report_trigger import SlowReportTrigger
 from star_hvd.errors import ChannelError
 from tests.support.job_states import Job, only, relaxed_job
 

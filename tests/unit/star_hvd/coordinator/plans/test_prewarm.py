@@ -10,8 +10,8 @@ from scheduler.plan.plan import Plan
 from scheduler.policy.cost_policy import CostPolicy
 from star_hvd.channel.messages.base import Message, decode, encode
 from star_hvd.channel.messages.switch import MakeSet, WarmServers
-from star_hvd.coordinator.prewarm import Readiness
-from star_hvd.coordinator.set_ledger import SetLedger
+from star_hvd.coordinator.plans.prewarm import Readiness
+from star_hvd.coordinator.plans.set_ledger import SetLedger
 from tests.support.windows import steady, window
 
 

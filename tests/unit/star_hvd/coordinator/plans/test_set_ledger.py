@@ -12,8 +12,8 @@ from scheduler.records import Plan, PlanError
 from star_hvd.channel.messages import base as m
 from star_hvd.channel.messages.switch import DropSet, MakeSet, PrepareFailed, Restart, Switched
 from star_hvd.coordinator import optimizer_state
-from star_hvd.coordinator.mode_backoff import PreparationBackoff
-from star_hvd.coordinator.set_ledger import MOST_SETS, SetLedger
+from star_hvd.coordinator.plans.mode_backoff import PreparationBackoff
+from star_hvd.coordinator.plans.set_ledger import MOST_SETS, SetLedger
 from tests.support.job_states import Job, only
 
 PAIRS = [(0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (2, 3)]  # Each with a rank of the one before.

@@ -15,7 +15,7 @@ from scheduler.plan.plan import Plan
 from scheduler.policy.rule_policy import RulePolicy
 from scheduler.records import RankStats, Window
 from star_hvd.config import Config
-from star_hvd.coordinator.mode_chooser import Choice
+from star_hvd.coordinator.plans.mode_chooser import Choice
 
 HOSTS = ("localhost",) * 4
 

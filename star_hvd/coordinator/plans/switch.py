@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.base import Abandon, Message, PlanMessage
 from star_hvd.channel.messages.switch import Commit, Servers
-from star_hvd.coordinator.set_ledger import SetLedger
+from star_hvd.coordinator.plans.set_ledger import SetLedger
 
 __all__ = ["Published", "Switch"]
 

@@ -13,7 +13,7 @@ from scheduler.policy.cost_policy import CostPolicy
 from scheduler.policy.switch_outcome import SwitchOutcome
 from star_hvd import env, job_report
 from star_hvd.config import Config
-from star_hvd.coordinator.mode_chooser import Choice
+from star_hvd.coordinator.plans.mode_chooser import Choice
 from star_hvd.coordinator.reports import Pauses
 from star_hvd.run_log import RunLog
 from star_hvd.run_log.convert import RunState

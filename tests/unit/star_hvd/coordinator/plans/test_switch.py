@@ -16,8 +16,8 @@ from star_hvd.channel.late_push import PUSH_HEADER, LatePushes, is_measured, rat
 from star_hvd.channel.messages.base import Abandon, Message, PlanMessage
 from star_hvd.channel.messages.switch import Commit, MakeSet, Servers
 from star_hvd.coordinator.links import LinkSurvey
-from star_hvd.coordinator.set_ledger import SetLedger
-from star_hvd.coordinator.switch import Published, Switch
+from star_hvd.coordinator.plans.set_ledger import SetLedger
+from star_hvd.coordinator.plans.switch import Published, Switch
 from star_hvd.engine.buckets import pack
 from star_hvd.engine.exchange.late_gradients import LateGradients
 from star_hvd.engine.records import Counters

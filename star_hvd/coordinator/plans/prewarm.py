@@ -15,7 +15,7 @@ from scheduler.diagnosis.links import slow_links
 from scheduler.plan.plan import Plan
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.switch import WarmServers
-from star_hvd.coordinator.set_ledger import MOST_SETS, SetLedger
+from star_hvd.coordinator.plans.set_ledger import MOST_SETS, SetLedger
 
 __all__ = ["Readiness"]
 
