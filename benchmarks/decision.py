@@ -66,7 +66,7 @@ def _reader(window: Window) -> Callable[[], Window]:
         for step, time_s in zip(stats.steps, stats.compute_s, strict=True):
             engine.history.append(StepReport(rank=stats.rank, step=step, times=StepTimes(time_s)))
     engine.links.bytes_per_s = [stats.link_bytes_per_s for stats in window.ranks]
-    engine.gradient_bytes = window.comm_bytes
+    engine.gradients.total_bytes = window.comm_bytes
     rest = {"step": window.step, "noise_scale": window.noise_scale, "allowed": window.allowed}
     return lambda: dataclasses.replace(engine.window(), **rest)  # type: ignore[arg-type]
 

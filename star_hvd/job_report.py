@@ -277,7 +277,7 @@ def _build(state: OptimizerState, coordinator: Coordinator, denied: int) -> Repo
         reason=state.active.reason,
         step=state.steps,
         closed_early=state.closed,
-        noise_scale=state.noise.value,
+        noise_scale=state.gradients.noise.value,
         loss=state.losses.usual,
         ranks=lines,
         stragglers=tuple(item.sentence for item in state.stragglers),

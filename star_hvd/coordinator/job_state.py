@@ -217,12 +217,12 @@ class JobState:
         fed = self._fed
         self._pass_equal_batches()
         if fed is not None and self.shares.state.batch:
-            fed.shares = self.shares
+            fed.loader.shares = self.shares
             if not fed.dropped:
-                self.shares.tick(fed.feeding, now_s, even=bool(fed.equal_batches))
+                self.shares.tick(fed.feeding, now_s, even=bool(fed.loader.equal_batches))
         self.microbatches.steals = fed is not None and fed.feeding.steal
-        if fed is not None and fed.microbatches:
-            fed.microbatch_fixed_part = self.microbatches.fixed_part
+        if fed is not None and fed.loader.splits:
+            fed.loader.microbatch_fixed_part = self.microbatches.fixed_part
         wake_s = min(wake_s, self.microbatches.tick(now_s))
         for optimizer in self.optimizers.values():
             if optimizer.decides(now_s):
@@ -258,9 +258,8 @@ class JobState:
     def _register(self, rank: int, message: Register, now_s: float) -> None:
         plan = Plan.from_dict(message.plan) if message.plan else None
         optimizer = self._optimizer(message.optimizer_id)
-        optimizer.gradient_bytes = message.gradient_bytes
+        optimizer.gradients.registered(message)
         optimizer.exact = message.exact
-        optimizer.edge_part, optimizer.pushed_part = message.edge_part, message.pushed_part
         optimizer.register(rank, Plan.from_dict(message.initial), plan, now_s)
 
     def _arrive(self, rank: int, message: Arrive, now_s: float) -> None:
@@ -398,7 +397,7 @@ class JobState:
         """
         several = sum(len(each.dropped) < self.world_size for each in self.optimizers.values()) > 1
         for each in self.optimizers.values():
-            each.several = several
+            each.others.exist = several
 
     def _step_of(self, optimizer_id: int) -> int:
         """Return the current step of an optimizer, 0 if it is not registered yet."""
@@ -462,9 +461,7 @@ class JobState:
         self._epochs.setdefault(key, _Epoch())
         self._forget_epochs(message.loader, message.epoch - 1)
         for optimizer in self.optimizers.values():
-            optimizer.has_queue = optimizer.has_queue or message.samples > 0
-            sized = message.samples > 0 and message.batch > 1 and not message.fixed
-            optimizer.has_shares = optimizer.has_shares or sized
+            optimizer.loader.leased(message)
         self._start_fed(now_s)
         self.shares.state.in_step = self._fed is not None and self._fed.in_step
         self._leases.ask(rank, message, self._own_pace_s(rank), now_s)
@@ -477,9 +474,7 @@ class JobState:
         self._forget_epochs(message.loader, message.epoch - 1)
         self._leases.interrupted(key, done)
         for optimizer in self.optimizers.values():
-            optimizer.has_queue = optimizer.has_queue or message.samples > 0
-            optimizer.microbatches = optimizer.microbatches or (message.parts if message.samples > 0 else 0)
-            (optimizer.short_passes.discard if message.most > message.batch else optimizer.short_passes.add)(rank)
+            optimizer.loader.opened(rank, message)
         self._start_fed(now_s)
         self.microbatches.open(rank, message, now_s)
 
@@ -504,7 +499,8 @@ class JobState:
     def _pass_equal_batches(self) -> None:
         """Tell the optimizer that the loader feeds why batches must be equal: others use the same ones."""
         if self._fed is not None:
-            self._fed.equal_batches = next(filter(None, (each.equal_batches for each in self.optimizers.values())), "")
+            reasons = (each.loader.equal_batches for each in self.optimizers.values())
+            self._fed.loader.equal_batches = next(filter(None, reasons), "")
 
     @property
     def _fed(self) -> OptimizerState | None:

@@ -218,7 +218,7 @@ def slow_link_job(rates: list[float], gradient_bytes: int = 1_000_000) -> Job:
     """Four hosts, in the middle of nothing, whose links were measured."""
     job = Job(4)
     job.register(None)
-    job.engine.gradient_bytes = gradient_bytes
+    job.engine.gradients.total_bytes = gradient_bytes
     job.state.links.bytes_per_s[:] = rates
     return job
 
@@ -346,7 +346,7 @@ def test_the_set_without_a_suspected_link_is_made_while_that_is_measured(
 ) -> None:
     job = Job(4)
     job.register(None)
-    job.engine.gradient_bytes = 1_000_000
+    job.engine.gradients.total_bytes = 1_000_000
     found: list[list[int]] = []
     for rank in range(4):
         job.say(rank, m.Arrive(0, 0, 0, StepTimes(0.03, 0.0, 0.03), 0.0))
@@ -441,7 +441,7 @@ def test_waits_for_a_processor_trigger_no_window_where_they_are_not_counted() ->
             job.say(rank, m.Arrive(0, step, 0, StepTimes(0.1 + waited_s, runqueue_s=waited_s), 0.01))
         job.now_s += 0.1
         job.tick()
-    assert job.engine._trigger._runs == [0, 0, 0]
+    assert job.engine._timer.trigger._runs == [0, 0, 0]
 
 
 def test_averagings_of_local_steps_repeat_no_wait_of_sync() -> None:

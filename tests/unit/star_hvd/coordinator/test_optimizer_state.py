@@ -183,10 +183,10 @@ def test_an_optimizer_holds_up_no_rank_once_all_have_dropped_it() -> None:
     job.register(None)
     job.register(None, optimizer_id=1)
     for rank in (2, 0, 1):
-        assert job.engine.several
+        assert job.engine.others.exist
         job.say(rank, m.OptimizerDropped(1, 0, False, True))
     assert 1 in job.state.optimizers, "its last step is in flight"
-    assert not job.engine.several
+    assert not job.engine.others.exist
 
 
 def test_servers_that_do_not_drain_are_named_once(caplog: pytest.LogCaptureFixture) -> None:

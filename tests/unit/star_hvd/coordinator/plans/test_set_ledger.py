@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.records import Plan, PlanError
+from scheduler.records import Plan
 from star_hvd.channel.messages import base as m
-from star_hvd.channel.messages.switch import DropSet, MakeSet, PrepareFailed, Restart, Switched
-from star_hvd.coordinator import optimizer_state
-from star_hvd.coordinator.plans.mode_backoff import PreparationBackoff
+from star_hvd.channel.messages.switch import DropSet, MakeSet
 from star_hvd.coordinator.plans.set_ledger import MOST_SETS, SetLedger
-from tests.support.job_states import Job, only
+from tests.support.job_states import Job
 
 PAIRS = [(0, 1), (0, 2), (0, 3), (1, 3), (1, 2), (2, 3)]  # Each with a rank of the one before.
 
@@ -154,99 +151,3 @@ def test_a_job_through_all_its_subgroups_keeps_a_few_sets() -> None:
         assert members in there and len(there) <= MOST_SETS + 1
         for rank in range(4):
             job.arrive(rank, 10 * epoch, plan_id=epoch)
-
-
-def test_a_mode_that_was_not_possible_is_tried_again_later_and_later() -> None:
-    blocked = PreparationBackoff()
-    assert blocked.block("subgroup", 0.0) and list(blocked) == ["subgroup"] and len(blocked) == 1
-    blocked.expire(59.9)
-    assert "subgroup" in blocked
-    blocked.expire(60.1)
-    assert "subgroup" not in blocked and not blocked.block("subgroup", 100.0)
-    blocked.expire(219.0)
-    assert "subgroup" in blocked
-    blocked.expire(221.0)
-    assert list(blocked) == []
-    for _ in range(20):
-        blocked.block("ps", 0.0)
-    blocked.expire(3601.0)
-    assert "ps" not in blocked, "at least once an hour"
-
-
-def test_a_mode_that_came_into_force_after_all_is_barred_for_a_minute_the_next_time() -> None:
-    blocked = PreparationBackoff()
-    for _ in range(5):
-        blocked.block("ps", 0.0)
-    blocked.succeeded("ps")
-    assert "ps" not in blocked
-    blocked.block("ps", 0.0)
-    blocked.expire(61.0)
-    assert "ps" not in blocked
-
-
-def test_the_mode_a_user_asked_for_is_tried_again() -> None:
-    job = Job(3)
-    (plan,) = only(job.register(Plan.ps(3, 2)), m.PlanMessage)
-    assert only(job.say(1, PrepareFailed(0, 1, "the servers were not up in time")), m.Abandon)
-    assert only(job.pass_time(59.0), m.PlanMessage) == []
-    (again,) = only(job.pass_time(3.0), m.PlanMessage)
-    assert again.plan["mode"] == plan.plan["mode"] == "ps" and again.plan["epoch"] > plan.plan["epoch"]
-    heard = job.pass_time(61.0)  # Nobody gets ready this time.
-    assert only(heard, m.Abandon) and not only(heard, m.PlanMessage)
-    assert len(only(job.pass_time(125.0), m.PlanMessage)) == 1
-
-
-def test_a_user_is_told_once_that_the_mode_asked_for_is_not_possible_and_what_to_do(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    job = Job(3)
-    job.register(Plan.ps(3, 2))
-    for plan_id in (1, 2):
-        job.say(1, PrepareFailed(0, plan_id, "the server of rank 1 could not be started"))
-        assert "ps(2) could not be prepared: rank 1: the server of rank 1" in job.engine.explain()
-        job.pass_time(61.0)
-    (told,) = [each for each in caplog.messages if "ps(2), which was asked for, is tried again" in each]
-    assert "the server of rank 1 could not be started. Training continues in sync" in told
-    job.pass_time(60.0)
-    for rank in range(3):
-        job.arrive(rank, 5, plan_id=3)
-    assert job.engine.active.mode == "ps" and "could not" not in job.engine.explain()
-
-
-def test_a_mode_that_makes_no_sense_here_is_not_asked_for_all_the_time(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    job = Job(3)
-    job.register(Plan.ps(3, 2))
-    job.say(1, PrepareFailed(0, 1, "the servers were not up in time"))
-
-    def refuse(plan: Plan, *given: object, **more: object) -> Plan:
-        raise PlanError("nobody has the state")
-
-    monkeypatch.setattr(optimizer_state, "resolve", refuse)
-    job.pass_time(100.0)
-    assert caplog.text.count("is not possible in this job: nobody has the state") == 1
-
-
-def test_a_mode_waits_for_a_state_that_is_being_loaded() -> None:
-    job = Job(3)
-    job.register(Plan.partial(3, 2))
-    for rank in range(3):
-        job.arrive(rank, 5, plan_id=1)
-    (away,) = only(job.say(0, Restart(0)), m.PlanMessage)
-    assert away.plan["mode"] == "sync"
-    job.say(0, Switched(0, 2, 6))
-    assert job.engine.active.mode == "sync" and only(job.pass_time(5.0), m.PlanMessage) == []
-    job.arrive(0, 6, plan_id=2)  # With the loaded state.
-    (back,) = only(job.pass_time(5.0), m.PlanMessage)
-    assert back.plan["mode"] == "partial" and back.plan["reason"] == "the loaded state is in force"
-
-
-def test_a_mode_is_offered_again_whose_preparation_failed_once() -> None:
-    job = Job(3)
-    job.register(None)
-    job.engine.publish(Plan.subgroup(3, (0, 1)), job.now_s)
-    assert only(job.say(2, PrepareFailed(0, 1, "process set [0, 1] was not made within 15 s")), m.Abandon)
-    assert "subgroup" not in job.engine.window().allowed and "partial" in job.engine.window().allowed
-    job.pass_time(61.0)
-    assert "subgroup" in job.engine.window().allowed
