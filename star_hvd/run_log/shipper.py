@@ -3,7 +3,8 @@
 It reads runs from its standard input, one JSON mapping per line: `directory`, `uri`, `experiment`. Rank 0 holds the
 other end, which closes when the job ends in any way. Then everything on disk is sent, and this process exits; it also
 exits after some time with nothing to send. If MLflow accepts nothing for five minutes after the job's end, the rest
-stays in the runs' folders for `star-hvd sync-logs`.
+stays in the runs' folders for `star-hvd sync-logs`. Those are minutes in which this process, which has the lowest
+priority, was not kept from working by a machine whose cores are all busy.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ logger = logging.getLogger("star_hvd.run_log")
 
 _POLL_S, _SOON_S = 2.0, 0.2
 _LINGER_S = 300.0
-"""Creating MLflow's tables takes 5 s of CPU time and many small writes to disk, of which this process gets few on a
-busy machine."""
+"""On `_clock_s`. Creating MLflow's tables takes 5 s of CPU time and many small writes to disk, of which this process
+gets few on a busy machine."""
 _RANKS_S = 10.0
 _IDLE_S = 30.0
 _LARGEST_PAUSE_S = 60.0
@@ -103,7 +104,7 @@ class Shipping:
         self, lines: Iterable[str], job: int | None = None, *, poll_s: float = _POLL_S, idle_s: float = _IDLE_S
     ) -> None:
         self._poll_s, self._idle_s = poll_s, idle_s
-        self.progress_s = time.monotonic()
+        self.progress_s = _clock_s()
         self.over = threading.Event()  # The job has ended.
         self._lines = lines
         self._job: psutil.Process | None = None
@@ -128,7 +129,7 @@ class Shipping:
             over = self.over.is_set()  # Read first, so that all runs named before the end are taken below.
             self._take()
             fine = self._round(over)
-            if not self._runs and (over or time.monotonic() > self.progress_s + self._idle_s):
+            if not self._runs and (over or _clock_s() > self.progress_s + self._idle_s):
                 self._done.set()
                 return
             pause_s = self._poll_s if fine else min(_LARGEST_PAUSE_S, 2.0 * pause_s)
@@ -195,14 +196,14 @@ class Shipping:
                 self.over.set()
                 self._wake.set()
         self._note_progress()
-        while (left_s := self.progress_s + _LINGER_S - time.monotonic()) > 0.0:
+        while (left_s := self.progress_s + _LINGER_S - _clock_s()) > 0.0:
             if self._done.wait(left_s):
                 return
         self.give_up("gave up")
         os._exit(1)
 
     def _note_progress(self) -> None:
-        self.progress_s = time.monotonic()
+        self.progress_s = _clock_s()
 
 
 def main(job: int) -> int:
@@ -224,6 +225,18 @@ def _is_alive(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
+
+
+def core_wait_s() -> float:
+    """How long this process's main thread has waited for a core so far; 0 if the system does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return 1e-9 * int(Path("/proc/self/schedstat").read_text(encoding="ascii").split()[1])
+    return 0.0
+
+
+def _clock_s() -> float:
+    """Seconds on a clock that stands still while the main thread waits for a core."""
+    return time.monotonic() - core_wait_s()
 
 
 def import_mlflow() -> None:

@@ -266,6 +266,7 @@ def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found = [1000.0]
     clock = SimpleNamespace(monotonic=lambda: found[0], sleep=time.sleep, strftime=time.strftime)
     monkeypatch.setattr(shipper, "time", clock)
+    monkeypatch.setattr(shipper, "core_wait_s", lambda: 0.0)
     return found
 
 
@@ -367,6 +368,42 @@ def test_a_job_that_is_gone_is_noticed_though_the_line_is_open(
     thread.join(DEADLINE_S)
     assert not thread.is_alive() and fake.made[0].finished == "KILLED"
     line.end()
+
+
+def test_a_server_that_hangs_is_given_up_but_not_while_the_machine_keeps_the_sender_from_working(
+    tmp_path: Path, fake: type[FakeSender], now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, line, hangs, kept_s, looks, exits = a_run(tmp_path, "one"), Line(), threading.Event(), [0.0], [0], list[int]()
+
+    def core_wait_s() -> float:
+        looks[0] += 1
+        return kept_s[0]
+
+    monkeypatch.setattr(FakeSender, "send", lambda _: hangs.wait())
+    monkeypatch.setattr(shipper, "core_wait_s", core_wait_s)
+    monkeypatch.setattr(shipper, "_LINGER_S", 0.1)
+    monkeypatch.setattr(shipper, "os", SimpleNamespace(_exit=exits.append))
+    (run / layout.RUN).touch()
+    thread = started(line.lines)
+    line.tell(run)
+    wait_for(lambda: fake.made)
+    line.end()
+    wait_for(lambda: looks[0] > 5)
+    kept_s[0] += 1000.0
+    now[0] += 1000.0
+    seen = looks[0]
+    wait_for(lambda: looks[0] > seen + 5)
+    assert not exits and not noted(run)
+    now[0] += 1.0
+    wait_for(lambda: exits)
+    assert "gave up; star-hvd sync-logs sends the rest" in noted(run)
+    hangs.set()
+    thread.join(DEADLINE_S)
+
+
+def test_the_wait_for_a_core_is_known() -> None:
+    before_s = shipper.core_wait_s()
+    assert 0.0 <= before_s <= shipper.core_wait_s() and (before_s > 0.0 or not Path("/proc/self/schedstat").exists())
 
 
 @pytest.mark.slow
