@@ -49,7 +49,10 @@ def main() -> None:
     hvd.init()
     net = torch.nn.Linear(2, 1)
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.01), net.named_parameters(), config=hvd.Config(stall_warning_s=1.0)
+        torch.optim.SGD(net.parameters(), lr=0.01),
+        net.named_parameters(),
+        mode="sync",  # On a busy machine `auto` may be in a mode by then in which nobody waits.
+        config=hvd.Config(stall_warning_s=1.0),
     )
     for inputs in torch.utils.data.DataLoader(Samples()):
         optimizer.zero_grad()
