@@ -58,6 +58,8 @@ class _Rank:
     started_s: float | None = None
     out_of_data: bool = True
     inactive_s: float = -math.inf  # When it became inactive, or got data again, if it is to be waited for.
+    entered_s: float = -math.inf  # When it entered the user's collective that it is in.
+    active_s: float = -math.inf  # When it last became active.
     compute_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     _usual_s: float | None = None
 
@@ -190,17 +192,20 @@ class ClosingRule:
                 slightly different times: in lockstep a step waits for it, a second or one more usual compute time.
         """
         self._inactive.add(rank)
-        self._ranks[rank].out_of_data, self._ranks[rank].inactive_s = out_of_data, now_s
+        state = self._ranks[rank]
+        state.out_of_data, state.inactive_s = out_of_data, now_s
+        state.entered_s = -math.inf if out_of_data else now_s
 
     def has_data(self, rank: int, now_s: float) -> None:
         """Note that a rank has got data, so that one that is inactive without any will be active soon."""
         if rank in self._inactive and self._ranks[rank].out_of_data:
             self.deactivate(rank, now_s, out_of_data=False)
+            self._ranks[rank].entered_s = -math.inf
 
     def activate(self, rank: int, now_s: float) -> None:
         """Mark a rank active. While it is behind, no step waits for it until it arrives or joins."""
         self._inactive.discard(rank)
-        self._ranks[rank].started_s = now_s
+        self._ranks[rank].started_s = self._ranks[rank].active_s = now_s
 
     def align(self, now_s: float) -> None:
         """Let all ranks start the next step together, after an end of an epoch for which all have every ended step."""
@@ -267,14 +272,26 @@ class ClosingRule:
 
     def _without_inactive(self, last_s: float, now_s: float) -> tuple[Close | None, float | None]:
         """Decide, in lockstep, when all active ranks have arrived."""
-        ranks = (self._ranks[rank] for rank in self._members if rank in self._inactive)
-        returning = [each.inactive_s for each in ranks if not each.out_of_data]
-        limit_s = max(last_s, *returning, -math.inf) + max(self.typical_compute_s(), _RETURN_S)
+        ranks = (self._ranks[rank] for rank in self._inactive.intersection(self.missing))
+        returning = [each for each in ranks if self._may_return(each)]
+        limit_s = max(last_s, *(each.inactive_s for each in returning), -math.inf)
+        limit_s += max(self.typical_compute_s(), _RETURN_S)
         if returning and now_s < limit_s:
             return None, limit_s
-        for rank in self._inactive.intersection(self.missing):
-            self._ranks[rank].out_of_data = True  # It stays away for longer: later steps do not wait for it again.
+        for each in returning:
+            each.out_of_data = True  # It stays away for longer: later steps do not wait for it again.
         return self._close("away"), None
+
+    def _may_return(self, state: _Rank) -> bool:
+        """Whether an inactive rank is worth waiting for in lockstep: it may return in a moment.
+
+        An averaging of `local` lacks nothing without it, since its helper contributes the steps it has made. It waits
+        only for a rank in a collective that the ranks here have left, as where they catch up in a meeting. One that
+        they have still to come to does not end before: ranks stepping at their own pace enter each at different times.
+        """
+        if state.out_of_data or self.plan.mode != "local":
+            return not state.out_of_data
+        return all(self._ranks[rank].active_s >= state.entered_s for rank in self._ready)
 
     def _without_quorum(self, now_s: float) -> tuple[Close | None, float | None]:
         if not self._may_close:

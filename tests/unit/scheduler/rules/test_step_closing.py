@@ -405,6 +405,45 @@ def test_lockstep_waits_for_a_rank_that_has_got_data_and_does_not_say_so_yet() -
     assert subject.evaluate(again_s) == (None, None)
 
 
+def test_local_does_not_wait_for_a_rank_in_a_collective_that_the_others_have_still_to_come_to() -> None:
+    subject = ClosingRule(Plan.local(3, steps=4))
+    for rank in range(3):
+        subject.activate(rank, 0.5)
+    subject.deactivate(2, 1.0, out_of_data=False)
+    for step in range(3):
+        subject.arrive(0, step, COMPUTE_S, 2.0 + step)
+        assert subject.evaluate(2.0 + step) == (None, None), "rank 1 trains"
+        subject.arrive(1, step, COMPUTE_S, 2.1 + step)
+        order, _ = subject.evaluate(2.1 + step)
+        assert order is not None and order.excused == (2,)
+
+
+@pytest.mark.parametrize("left", [(0,), (0, 1)])
+def test_local_waits_for_a_rank_in_a_collective_that_all_others_have_left(left: tuple[int, ...]) -> None:
+    """As in a meeting, where ranks catch up by one averaging that they start at slightly different times."""
+    subject = ClosingRule(Plan.local(3, steps=4))
+    for rank, entered_s in ((2, 1.0), (1, 2.0), (0, 3.0)):
+        subject.deactivate(rank, entered_s, out_of_data=False)
+    for rank in left:
+        subject.activate(rank, 4.0)
+        subject.arrive(rank, 0, COMPUTE_S, 4.0)
+    order, again_s = subject.evaluate(4.0)
+    assert order is None and again_s is not None and again_s > 4.0
+    for rank in {0, 1, 2} - set(left):
+        subject.activate(rank, 4.1)
+        subject.arrive(rank, 0, COMPUTE_S, 4.1)
+    assert subject.evaluate(1e6) == (None, None), "all are there"
+
+
+def test_local_waits_for_a_rank_that_has_got_data_and_does_not_say_so_yet() -> None:
+    subject = ClosingRule(Plan.local(2, steps=4))
+    subject.deactivate(1, 1.0, out_of_data=True)
+    subject.arrive(0, 0, COMPUTE_S, 1.0)
+    subject.has_data(1, 2.0)
+    order, again_s = subject.evaluate(2.0)
+    assert order is None and again_s is not None and again_s > 2.0
+
+
 def test_lockstep_does_not_wait_for_a_rank_without_data() -> None:
     subject = rule(3)
     subject.deactivate(2, out_of_data=True)
