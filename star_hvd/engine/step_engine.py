@@ -74,6 +74,9 @@ class StepEngine:
         raise_on_mismatch: Whether to end training if the replicas' checksums differ after a switch.
         wire: How gradients are encoded for sending; unchanged if None.
         clock: The time in seconds; only differences count.
+
+    Attributes:
+        ended: Whether no step follows, and Horovod may be shut down: what fails without a caller is no failure then.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class StepEngine:
         self.prefix = prefix
         self.counters = Counters()
         self.own = OwnGradient(applier, self.counters, noise_interval_steps)
-        self.inactive = False
+        self.inactive = self.ended = False
         self.failure: BaseException | None = None
         self._mutex = ordered_rlock("StepEngine.lock")
         self.lock = threading.Condition(self._mutex)
@@ -656,6 +659,8 @@ class StepEngine:
             unseen: Whether to log it: a thread without a caller found it, and the program may make no later call.
         """
         with self.lock:
+            if self.ended and unseen:
+                return
             first = self.failure is None
             if first:
                 self.failure = error

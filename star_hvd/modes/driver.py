@@ -166,6 +166,7 @@ class StepDriver:
 
     def stop(self, deadline_s: float = 5.0) -> None:
         """End the helper, and count gradients that never got into a step as dropped."""
+        self.engine.ended = True
         self._helper.stop(self.engine, deadline_s)
         active = self.active_mode
         if active is not None and active is not self.local:

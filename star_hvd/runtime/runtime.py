@@ -780,6 +780,8 @@ class Runtime:
         """
         for driver in [] if program_end.ended() else list(self.drivers.values()):
             self._fetch_state(driver, "leaves")
+        for driver in list(self.drivers.values()):  # The first rank to go on shuts Horovod down, for all.
+            driver.engine.ended = True
         self._meetings.meet("shutdown", self.config.control_deadline_s, out_of_data=True)
 
     # ---- agent thread ---------------------------------------------------------------------------------------

@@ -308,3 +308,14 @@ def test_a_checksum_is_computed_while_the_helper_may_act(monkeypatch: pytest.Mon
         for engine in pair:
             finish(engine)
     assert held == [False, False]
+
+
+def test_what_a_thread_without_a_caller_finds_behind_the_last_step_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, (ended, training) = engines(Plan.sync(2), Clock())
+    ended.ended = True
+    for engine in (ended, training):
+        engine.fail(StarError("Horovod has been shut down"), unseen=True)
+    assert ended.failure is None and training.failure is not None
+    assert caplog.messages == ["rank 1: Horovod has been shut down"]

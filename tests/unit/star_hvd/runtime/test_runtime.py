@@ -98,6 +98,10 @@ class Draining(Leaving):
     def wait_in_loop(self) -> None:
         self._raise_what_ends_loops()
 
+    def meet(self, meet: Callable[..., None]) -> None:
+        """Have meetings do this."""
+        self._meetings = cast(Any, SimpleNamespace(finished=lambda: None, meet=meet))
+
     def drain(self) -> bool:
         self._bye.clear()
         return self._drain(60.0)
@@ -109,6 +113,15 @@ def test_a_rank_that_has_finished_waits_for_silent_ranks_that_have_not_left() ->
     draining = Draining(parts)
     assert draining.drain() and draining.looks == [(0,), (0,)]
     assert parts["meetings"] == ["finished", "meet", "meet"]
+
+
+def test_before_the_first_rank_shuts_horovod_down_what_that_ends_is_no_failure_any_more() -> None:
+    """As the step of a group's members that make none, which would be logged with a traceback at the end of the job."""
+    draining, ended = Draining(Parts()), list[bool]()
+    engine = SimpleNamespace(ended=False, failure=None)
+    draining.drivers[0] = cast(Any, SimpleNamespace(engine=engine, failure=None, state_is_remote=False))
+    draining.meet(lambda *unused, **named: ended.append(engine.ended))
+    assert draining.drain() and ended == [False, True]
 
 
 def test_that_a_loop_cannot_go_on_is_raised_once_in_the_thread_that_waits_in_it() -> None:
