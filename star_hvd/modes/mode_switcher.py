@@ -211,6 +211,14 @@ class ModeSwitcher:
 
     # ---- events of the training thread ----------------------------------------------------------------------------
 
+    def parameters_added(self) -> None:
+        """Refuse plans whose servers were, or are being, prepared for fewer parameters."""
+        with self._lock:
+            newest = max(self._machine.states())
+        refused = self._engine.agreement.outdate(newest)
+        if refused is not None:
+            self._report(refused, self._engine.agreement.refusal(refused))
+
     def leave(self) -> None:
         """At the end of a step: leave a mode that the plan in force no longer uses."""
         over = self.active_mode is not None and self.active_mode.over
@@ -327,6 +335,8 @@ class ModeSwitcher:
                 refusal = agreement.prepare(plan)
                 if refusal is not None and offered:
                     self._take_in(protocol.PlanRefused(plan.plan_id, refusal))
+                elif refusal is not None:
+                    self._report(plan, refusal)
             case protocol.LowerFlag(plan_id):
                 agreement.abandon(plan_id)
             case protocol.GiveUp(plan_id):
@@ -375,7 +385,9 @@ class ModeSwitcher:
     def _prepare(self, plan: Plan) -> None:
         event: protocol.Event
         try:
-            reason = self._engine.agreement.refusal(plan) or self._services.prepare(self._number, plan)
+            refusal = self._engine.agreement.refusal
+            # Asked again behind it: meanwhile parameters may have been added that the servers lack.
+            reason = refusal(plan) or self._services.prepare(self._number, plan) or refusal(plan)
             if reason is not None:
                 event = protocol.PlanRefused(plan.plan_id, reason)
             else:

@@ -738,6 +738,7 @@ class BucketCore:
         if self._attached is None:
             return
         self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))
+        self.driver.switcher.parameters_added()
         if self._overlap is not None:
             self._overlap.layout_changed()
 

@@ -40,6 +40,7 @@ class Agreement:
         self._leader = 0
         self._row: tuple[float, ...] | None = None
         self.mixed = False  # Whether any step was incomplete or relaxed, so that ranks may be at different steps.
+        self._outdated = -1  # The last plan whose servers, if it needs any, may lack parameters that were added since.
         self._checksum_round: int | None = None
         self.checksum: tuple[int, int] = (-1, 0)  # A step and its checksum, if it was computed beforehand.
 
@@ -50,6 +51,8 @@ class Agreement:
                 return f"the plan is for {plan.world_size} ranks, this job has {self.plan.world_size}"
             if plan.plan_id <= self.plan.plan_id:
                 return f"the plan's id {plan.plan_id} is not newer than {self.plan.plan_id}"
+            if plan.family in ("ps", "grouped") and plan.plan_id <= self._outdated:
+                return "parameters were added to the optimizer while the servers were being prepared"
             return self.pinned if plan.relaxed else None
 
     def prepare(self, plan: Plan) -> str | None:
@@ -87,6 +90,20 @@ class Agreement:
             self.pinned = reason
             if self.prepared is not None and self.prepared.relaxed:
                 self.prepared = None
+
+    def outdate(self, plan_id: int) -> Plan | None:
+        """Refuse plans up to this one if they need servers: parameters were added, on all ranks in the same step.
+
+        Returns:
+            The plan whose flag was up, and is lowered; None if there is none.
+        """
+        with self._lock:
+            self._outdated = plan_id
+            lowered = self.prepared
+            if lowered is None or self.refusal(lowered) is None:
+                return None
+            self.prepared = None
+            return lowered
 
     def layout_changed(self) -> None:
         """Adapt to a new layout of the hyperparameters, which changes on all ranks in the same step."""

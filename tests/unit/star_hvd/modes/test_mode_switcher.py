@@ -16,6 +16,7 @@ import torch
 from scheduler.plan.plan import Plan
 from star_hvd.channel.late_sender import LateSender
 from star_hvd.config import Config
+from star_hvd.engine.exchange.agreement import Agreement
 from star_hvd.engine.meeting import Position, settled
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.replica import ReplicaState
@@ -231,6 +232,51 @@ def test_a_rank_that_cannot_prepare_a_plan_says_so_whatever_the_reason(monkeypat
     assert made.refused == {2: "preparing it failed: OSError: too many open files"} and not made.ready
     made.offer(OTHER)
     assert made.ready == [4]
+
+
+def adding(prepare: Callable[[], None] = lambda: None) -> Rank:
+    """A rank that makes its steps with the others, and runs `prepare` while it prepares a plan."""
+    made = Rank(3)
+    applier, listener = cast(Any, SimpleNamespace(hyper=SimpleNamespace(size=1))), cast(Any, None)
+    made.engine.agreement = Agreement(3, SYNC, applier, listener, made.engine.lock)
+
+    def prepare_and_add(optimizer_id: int, plan: Plan) -> str | None:
+        prepare()
+        return None
+
+    made.services.prepare = prepare_and_add
+    return made
+
+
+@pytest.mark.parametrize("moment", ["preparing", "prepared", "flag up"])
+def test_servers_that_were_prepared_for_fewer_parameters_are_refused(moment: str) -> None:
+    """They know nothing of those that were added meanwhile: the first gradient of one would end the rank."""
+    made = adding(lambda: made.switcher.parameters_added() if moment == "preparing" else None)
+    made.offer(SERVED)
+    if moment == "flag up":
+        made.switcher.commit(SERVED.plan_id)
+        assert made.engine.agreement.prepared is SERVED
+    if moment != "preparing":
+        made.switcher.parameters_added()
+    if moment == "prepared":
+        made.switcher.commit(SERVED.plan_id)
+    assert made.engine.agreement.prepared is None and list(made.refused) == [SERVED.plan_id]
+    assert "parameters were added" in made.refused[SERVED.plan_id]
+
+
+def test_servers_that_are_prepared_for_added_parameters_are_taken() -> None:
+    made = adding()
+    made.switcher.parameters_added()
+    made.offer(SERVED)
+    made.switcher.commit(SERVED.plan_id)
+    assert made.engine.agreement.prepared is SERVED and made.ready == [SERVED.plan_id] and not made.refused
+
+
+def test_a_mode_without_servers_is_taken_up_whatever_is_added() -> None:
+    made, partial = adding(), Plan.partial(4, 3, plan_id=1)
+    made.offer(partial)
+    made.switcher.parameters_added()
+    assert made.engine.agreement.prepared is partial and not made.refused
 
 
 def test_a_postponed_plan_is_handed_on_once() -> None:
