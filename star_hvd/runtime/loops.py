@@ -1,4 +1,4 @@
-"""The program's loops over `shard` loaders: what in them bars relaxed modes, or does not do what the user expects."""
+"""The program's loops: what in them bars relaxed modes, or does not do what the user expects."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ logger = logging.getLogger("star_hvd")
 
 _LOOPING = 2  # Steps behind which a collective belongs to a loop's iterations, not to setting something up.
 _EVALUATING = 3  # The same for a loop without steps: collectives from which on they belong to its iterations.
+_EACH = 4  # Steps in a row with a collective behind each, outside such loops, from which on every iteration has one.
 _IDLE_STEPS = 64  # Steps of other optimizers without one of the first, after which that counts as idle.
 
 
@@ -58,6 +59,7 @@ class ProgramLoops:
         self._rank, self._world_size, self._drivers = rank, world_size, drivers
         self._steps_ended, self._in_training_thread = steps_ended, in_training_thread
         self._open: list[_Loop] = []  # The innermost last.
+        self._noted_at = self._each = 0  # Steps at the last collective outside these, and those in a row that had one.
         self._steps_beside_first = 0  # Steps of other optimizers since the last one of the first.
         self._warned_of_idle = self._warned_of_evaluation = False
 
@@ -108,13 +110,18 @@ class ProgramLoops:
         nothing is trained there is no step to tell by, and numbers of batches that are equal by luck work: that is
         warned of.
 
+        In other loops ranks have the batches that the program gives them. There relaxed modes let ranks get apart until
+        the next collective, so one in every iteration, like the average of each batch's loss, leaves only their cost.
+
         Args:
             name: The collective.
         """
         if not self._in_training_thread():
             return
         opened = list(self._open)
-        if opened and not opened[-1].trains:
+        if not opened:
+            self._note_in_plain_loop(name)
+        elif not opened[-1].trains:
             self._note_in_evaluation(opened[-1], name)
         loops = [loop.parts for loop in opened if loop.trains and self._steps_ended() - loop.began >= _LOOPING]
         if not loops:
@@ -123,9 +130,25 @@ class ProgramLoops:
             f"the program calls hvd.{name} within its loop over an hvd.shard loader, so all ranks need equally many "
             "iterations; call it behind the loop to have relaxed modes"
         )
+        self._keep_exact(reason, equal_batches=any(loops))  # Micro-batches that others take over are iterations, too.
+
+    def _keep_exact(self, reason: str, *, equal_batches: bool = False) -> None:
         for driver in list(self._drivers.values()):
             if driver.auto:
-                driver.pin(reason, equal_batches=any(loops))  # Micro-batches that others take over are iterations, too.
+                driver.pin(reason, equal_batches=equal_batches)
+
+    def _note_in_plain_loop(self, name: str) -> None:
+        """Keep `auto` in exact modes if every iteration of a loop without `shard` has a collective."""
+        steps = self._steps_ended()
+        made, self._noted_at = steps - self._noted_at, steps
+        if made == 0:  # Another one of the same iteration, or one of an evaluation.
+            return
+        self._each = self._each + 1 if made == 1 else 0
+        if self._each == _EACH:
+            self._keep_exact(
+                f"the program calls hvd.{name} in every iteration of its loop, so no rank gets ahead of the others; "
+                "call it every 100 steps, or behind the loop, to have relaxed modes"
+            )
 
     def _note_in_evaluation(self, loop: _Loop, name: str) -> None:
         """Warn, once, of collectives in the iterations of a loop in which nothing is trained."""

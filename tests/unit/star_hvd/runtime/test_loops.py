@@ -102,6 +102,23 @@ def test_a_collective_of_another_thread_or_behind_the_loop_bars_nothing(within: 
     assert program.optimizer.pinned == []
 
 
+@pytest.mark.parametrize(("every", "pinned"), [(1, [False]), (2, []), (10, [])])
+def test_a_collective_in_every_iteration_of_a_plain_loop_bars_relaxed_modes(every: int, pinned: list[bool]) -> None:
+    """Horovod's own examples average the loss of each batch: ranks that meet there cannot get apart."""
+    program = Program()
+    program.loops.note_collective("broadcast_parameters")
+    for epoch in range(3):
+        for step in range(40):
+            program.step()
+            if step % every == 0:
+                program.loops.note_collective("allreduce")
+                program.loops.note_collective("allreduce")  # Loss and accuracy.
+            assert epoch or step >= 3 or program.optimizer.pinned == [], "it may only be set up"
+        for _ in range(5):
+            program.loops.note_collective("allreduce")  # An evaluation.
+    assert program.optimizer.pinned == pinned
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_idle_first_optimizer_is_warned_of_once(rank: int, caplog: pytest.LogCaptureFixture) -> None:
     program = Program(rank)
