@@ -395,7 +395,8 @@ class ModeSwitcher:
         except Exception as error:  # Else the coordinator and the other ranks would wait until `plan_deadline_s`.
             logger.exception("rank %d: preparing %s failed", self.rank, plan.label)
             event = protocol.PlanRefused(plan.plan_id, f"preparing it failed: {type(error).__name__}: {error}")
-        self._take_in(event)
+        if not self._engine.ended:  # Else the job, or the optimizer, has ended: the mode is not to blame.
+            self._take_in(event)
 
     def _serve(self, plan_id: int) -> None:
         with self._presence:

@@ -49,6 +49,7 @@ class Engine:
         )
         self.agreement = SimpleNamespace(refusal=lambda plan: None, prepare=lambda plan: None, abandon=lambda i: None)
         self.failure: BaseException | None = None
+        self.ended = False
         self.voided: list[int] = []
         self.taken_up: Callable[[Plan], None] = lambda plan: None
 
@@ -277,6 +278,19 @@ def test_a_mode_without_servers_is_taken_up_whatever_is_added() -> None:
     made.offer(partial)
     made.switcher.parameters_added()
     assert made.engine.agreement.prepared is partial and not made.refused
+
+
+def test_servers_that_are_not_up_at_the_end_of_the_job_are_no_failure_of_their_mode() -> None:
+    """Rank 0 would log that the mode is not possible at present, and is tried again."""
+    made = Rank(3)
+
+    def end(*unused: object) -> str | None:
+        made.engine.ended = True
+        return "the servers were not up, or the plan was abandoned before"
+
+    made.services.prepare = end
+    made.offer(SERVED)
+    assert not made.refused and not made.ready
 
 
 def test_a_postponed_plan_is_handed_on_once() -> None:
