@@ -13,7 +13,19 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MAX_RANKS", "read_line", "read_mapping", "read_run_file", "sound"]
+__all__ = [
+    "MAX_RANKS",
+    "SCHEMA",
+    "other_schema",
+    "read_description",
+    "read_line",
+    "read_mapping",
+    "read_run_file",
+    "sound",
+]
+
+SCHEMA = 1
+"""Version of a run's files and of its runs in MLflow (tag `star.schema`). Readers refuse unknown versions."""
 
 MAX_RANKS = 1 << 16
 """Most ranks of a logged run; events with higher ranks are damaged."""
@@ -60,6 +72,21 @@ def read_run_file(path: Path) -> Iterator[dict[str, Any]]:
                     yield event
     except OSError:
         return
+
+
+def read_description(folder: Path) -> dict[str, Any]:
+    """Contents of `run.json` in a run's folder; empty if it is missing or damaged, as beside reports copied alone."""
+    try:
+        return read_mapping((folder / "run.json").read_bytes()) or {}
+    except OSError:
+        return {}
+
+
+def other_schema(version: object) -> str:
+    """Why a run of this version is not read; empty if it can be, or if its version is unknown (None)."""
+    if version is None or str(version) == str(SCHEMA):
+        return ""
+    return f"it is of version {version!r} of the run log; expected {SCHEMA}: read it with the star_hvd that wrote it"
 
 
 def sound(value: Any, depth: int = 0) -> bool:

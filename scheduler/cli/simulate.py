@@ -31,7 +31,7 @@ from scheduler.mlflow_limits import limit_requests
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
 from scheduler.redact import redacted
-from scheduler.run_events import read_run_file
+from scheduler.run_events import other_schema, read_description, read_run_file
 from scheduler.simulator.reports import Reports, read_reports
 from scheduler.simulator.whatif import InForce, WhatIf, what_if
 
@@ -143,8 +143,11 @@ def read_run(folder: Path) -> LoggedTimes:
     """Read a run's folder.
 
     Raises:
-        ValueError: It has no step reports of all ranks.
+        ValueError: It has no step reports of all ranks, or is of another version.
     """
+    about = read_description(folder)
+    if reason := other_schema(about.get("schema")):
+        raise ValueError(f"run {folder.name} cannot be replayed: {reason}")
     events, usual = list(read_run_file(folder / "events.jsonl")), UsualBatches()
     for event in events:
         usual.take(event)

@@ -42,7 +42,7 @@ from scheduler.plan.plan import MODES, Plan, PlanError
 from scheduler.policy.candidates import candidates, same_plan
 from scheduler.records import RankStats, Window
 from scheduler.redact import redacted
-from scheduler.run_events import read_run_file
+from scheduler.run_events import other_schema, read_description, read_run_file
 from scheduler.target import Target
 from scheduler.transmission.behind_compute import EDGE
 
@@ -151,6 +151,8 @@ def _read_events(folder: Path) -> LoggedRun:
     Raises:
         _UnusableRun: The run cannot be used.
     """
+    if reason := other_schema(read_description(folder).get("schema")):
+        raise _UnusableRun(reason)
     facts: dict[str, Any] = {}
     plans: list[_Begun] = []
     points: list[tuple[str, float, float]] = []
@@ -511,6 +513,8 @@ def _take_runs(client: Any, experiment_id: str, jobs: _Jobs, environ: Mapping[st
 def _why_not(run: Any) -> str:
     """Why a run cannot be used by what MLflow's database says of it; empty if its files have to say."""
     params, metrics = run.data.params, run.data.metrics
+    if reason := other_schema(run.data.tags.get("star.schema")):
+        return reason
     try:
         if params:  # Else its facts were not sent.
             _check_facts(params)

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from scheduler.run_events import MAX_RANKS, read_mapping, sound
+from scheduler.run_events import MAX_RANKS, SCHEMA, read_mapping, sound
 
 __all__ = [
     "EVENTS",
@@ -44,9 +44,6 @@ __all__ = [
     "tracking_uri",
     "write_json",
 ]
-
-SCHEMA = 1
-"""Version of the files and of the runs in MLflow (tag `star.schema`). Readers refuse unknown versions."""
 
 EVENTS, RUN, SENT = "events.jsonl", "run.json", "sent.json"
 _MOST_UNIX_S = 1e11

@@ -275,6 +275,13 @@ def test_a_rank_that_never_reported_is_named(tmp_path: Path) -> None:
         read_reports(sorted(folder.glob("rank*.jsonl")))
 
 
+def test_a_run_of_another_version_is_not_replayed(tmp_path: Path) -> None:
+    folder = logged(tmp_path / "run")
+    (folder / "run.json").write_text('{"schema": 2, "world_size": 4}')
+    with pytest.raises(ValueError, match="run run cannot be replayed: it is of version 2 of the run log; expected 1"):
+        read_run(folder)
+
+
 def test_late_ranks_keep_their_last_time(tmp_path: Path) -> None:
     path = tmp_path / "rank0.jsonl"
     reports = [(0, 0, 1.0), (1, 0, 5.0), (0, 1, 1.1), (0, 2, 1.2), (1, 3, 4.0), (0, 3, 1.3)]

@@ -312,6 +312,18 @@ def test_no_report_is_read_of_a_run_in_auto_or_without_a_target(
     assert "rank3.jsonl" in opened
 
 
+def test_a_run_of_another_version_is_refused(tmp_path: Path) -> None:
+    """Its fields may mean something else."""
+    logged(tmp_path, "a", Plan.sync(4), reached_s=10.0)
+    logged(tmp_path, "b", Plan.partial(4, 3), reached_s=5.0)
+    (tmp_path / "a" / "run.json").write_text('{"schema": 1}')
+    assert real_rows(tmp_path, "1")
+    (tmp_path / "b" / "run.json").write_text('{"schema": 2}')
+    told: list[str] = []
+    assert real_rows(tmp_path, "1", report=told.append) == []
+    assert "b: it is of version 2 of the run log; expected 1: read it with the star_hvd that wrote it" in told
+
+
 class _Client:
     """An MLflow with these runs, whose files are in a folder; there must be one run at a time on the disk."""
 
@@ -326,7 +338,10 @@ class _Client:
     def search_runs(self, *_: object, **__: object) -> Any:
         found = [
             SimpleNamespace(
-                info=SimpleNamespace(run_id=name, status=status), data=SimpleNamespace(params=params, metrics=metrics)
+                info=SimpleNamespace(run_id=name, status=status),
+                data=SimpleNamespace(
+                    params=params, metrics=metrics, tags={"star.schema": "2" if name == "newer" else "1"}
+                ),
             )
             for name, (status, params, metrics) in self._runs.items()
         ]
@@ -362,6 +377,7 @@ def test_mlflow_is_asked_for_the_files_of_runs_that_can_be_used_one_at_a_time(
         "killed": ("KILLED", known, ended),
         "late": ("KILLED", {**known, "mode": "partial(3)"}, {**ended, "time_to_target_s": 5.0}),
         "no-facts": ("FINISHED", {}, {}),
+        "newer": ("FINISHED", known, ended),
     })  # fmt: skip
     logged(tmp_path, "z", Plan.sync(4), reached_s=10.0)
     logged(tmp_path, "late", Plan.partial(4, 3), reached_s=5.0)
@@ -372,9 +388,10 @@ def test_mlflow_is_asked_for_the_files_of_runs_that_can_be_used_one_at_a_time(
     assert client.asked == ["z", "late", "no-facts"]
     assert {row[6] for row in rows} == {"sync", "partial(3)", "local(4)"} and {row[1] for row in rows} == {"z"}
     assert told == [
-        "3 of 8 runs used",
+        "3 of 9 runs used",
         "auto: it ran in auto; expected one fixed mode",
         "killed: it ended without its target, but not as FINISHED: that is no miss",
+        "newer: it is of version '2' of the run log; expected 1: read it with the star_hvd that wrote it",
         "no-target: it has no target; set STAR_TARGET",
         "rest: it continues an earlier training",
         "runs: it has not ended, and MLflow gets its files at the end; if it crashed, call `star-hvd sync-logs`",
