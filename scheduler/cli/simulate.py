@@ -151,7 +151,7 @@ def read_run(folder: Path) -> LoggedTimes:
     events, usual = list(read_run_file(folder / "events.jsonl")), UsualBatches()
     for event in events:
         usual.take(event)
-    reports = read_reports(sorted(folder.glob("rank*.jsonl")), usual)
+    reports = read_reports(sorted(folder.glob("rank*.jsonl")), usual, world_size=about.get("world_size"))
     n = reports.compute_s.shape[1]
     facts: dict[str, Any] = {}
     plans: list[tuple[int, Plan]] = []

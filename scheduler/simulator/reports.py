@@ -54,12 +54,16 @@ class _Report:
     samples: Any
 
 
-def read_reports(paths: Iterable[Path], usual: UsualBatches | None = None) -> Reports:
+def read_reports(
+    paths: Iterable[Path], usual: UsualBatches | None = None, *, world_size: object = None
+) -> Reports:
     """Read JSONL files, one or all ranks per file; steps before every rank has reported once are skipped.
 
     Args:
         paths: The files.
         usual: Converts compute times to those of usual batches; None to leave them as they are.
+        world_size: Ranks of the job; by default as many as the reports are of. Without it, a job whose last ranks have
+            no files, being on another host for example, would pass for a smaller one.
 
     Raises:
         ValueError: No reports, a malformed one, or a rank without reports.
@@ -77,7 +81,10 @@ def read_reports(paths: Iterable[Path], usual: UsualBatches | None = None) -> Re
     for rank, own in by_rank.items():
         for report in own if usual is None else _usual(own, usual):
             by_step.setdefault(report.step, {}).setdefault(rank, []).append(report)
-    return _rows(by_step, set(by_rank), end_s - begin_s if end_s > begin_s else math.nan)
+    n = max(by_rank) + 1
+    if isinstance(world_size, int) and n < world_size <= MAX_RANKS:
+        n = world_size
+    return _rows(by_step, set(by_rank), n, end_s - begin_s if end_s > begin_s else math.nan)
 
 
 def _usual(own: list[_Report], usual: UsualBatches) -> list[_Report]:
@@ -86,8 +93,7 @@ def _usual(own: list[_Report], usual: UsualBatches) -> list[_Report]:
     return [replace(report, compute_s=time_s) for report, time_s in zip(own, times_s, strict=True)]
 
 
-def _rows(by_step: dict[int, dict[int, list[_Report]]], ranks: set[int], seconds: float) -> Reports:
-    n = max(ranks) + 1
+def _rows(by_step: dict[int, dict[int, list[_Report]]], ranks: set[int], n: int, seconds: float) -> Reports:
     last, steps, own_steps, compute, wait = [math.nan] * n, [], [], [], []
     for step in sorted(by_step):
         row = by_step[step]
@@ -100,7 +106,10 @@ def _rows(by_step: dict[int, dict[int, list[_Report]]], ranks: set[int], seconds
     if not compute:
         missing = sorted(set(range(n)) - ranks) or [r for r in range(n) if math.isnan(last[r])]
         named = f"{missing[:16]}{' and more' if len(missing) > 16 else ''}"
-        raise ValueError(f"ranks {named} reported no step; expected reports of all ranks 0..{n - 1}")
+        raise ValueError(
+            f"ranks {named} reported no step; expected reports of all ranks 0..{n - 1} (those of other hosts come to "
+            "MLflow with `star-hvd sync-logs` there)"
+        )
     return Reports(
         steps=np.array(steps), own_steps=np.array(own_steps), compute_s=np.array(compute), wait_s=np.array(wait),
         seconds=seconds,

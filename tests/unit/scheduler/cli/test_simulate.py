@@ -275,6 +275,17 @@ def test_a_rank_that_never_reported_is_named(tmp_path: Path) -> None:
         read_reports(sorted(folder.glob("rank*.jsonl")))
 
 
+def test_a_run_without_the_files_of_other_hosts_is_no_smaller_run(tmp_path: Path) -> None:
+    """Its plans, of another number of ranks, were ignored, and the ranks that are there replayed as the whole job."""
+    folder = logged(tmp_path / "run")
+    (folder / "run.json").write_text('{"schema": 1, "world_size": 4}')
+    assert read_run(folder).compute_s.shape == (60, 4)
+    for rank in (2, 3):
+        (folder / f"rank{rank}.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"ranks \[2, 3\] reported no step; .* `star-hvd sync-logs` there"):
+        read_run(folder)
+
+
 def test_a_run_of_another_version_is_not_replayed(tmp_path: Path) -> None:
     folder = logged(tmp_path / "run")
     (folder / "run.json").write_text('{"schema": 2, "world_size": 4}')
