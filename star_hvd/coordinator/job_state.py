@@ -733,7 +733,7 @@ HANDLERS: dict[type[Message], _Handler] = {
     Arrive: JobState._arrive,
     Late: _on_optimizer(OptimizerState.late),
     Join: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.rule.join(rank, message.version, now_s)),
-    HeaderNote: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.header_note(message)),
+    HeaderNote: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.header_note(message, now_s)),
     ModeUnsupported: _on_optimizer(OptimizerState.mode_unsupported),
     LinkRate: lambda job, rank, message, now_s: job.links.note(rank, message.bytes_per_s),
     MachineNote: JobState._machine_note,

@@ -89,6 +89,7 @@ class OptimizerState:
         self.world_size = world_size
         self.active = Plan.sync(world_size)
         self.plans: list[tuple[int, Plan]] = [(0, self.active)]  # By first step; a plan has its latest batch shares.
+        self.plans_began_s = [0.0]  # When each of them became active.
         self.shares_step = 0  # First step of the latest batch shares of the active plan.
         self.rule = ClosingRule(
             self.active,
@@ -138,7 +139,7 @@ class OptimizerState:
         self.asked.request(rank, plan)
         if rank == 0:
             self.active = self.rule.plan = initial
-            self.plans = [(0, initial)]
+            self.plans, self.plans_began_s = [(0, initial)], [now_s]
         if not self.asked.complete:  # A rank that has not made this optimizer does not get its plans.
             return
         wanted = self.asked.begin(self.active, now_s)
@@ -171,7 +172,7 @@ class OptimizerState:
 
     def arrive(self, rank: int, message: Arrive, now_s: float) -> None:
         """Note that a rank's fresh gradient for its current step is ready."""
-        self._acted(rank, message.plan_id, message.step)
+        self._acted(rank, message.plan_id, message.step, now_s)
         self._note_report(rank, message.step, message.times, late=False)
         local = self.active.mode == "local"  # Its averagings are not timed: the wait is that of an earlier mode.
         self._pauses.reported(rank, message.step, 0.0 if local else message.previous_wait_s, now_s)
@@ -200,9 +201,9 @@ class OptimizerState:
         self._note_report(rank, message.version, message.times, late=True)
         self.rule.late(rank, message.times.compute_s)
 
-    def header_note(self, message: HeaderNote) -> None:
+    def header_note(self, message: HeaderNote, now_s: float) -> None:
         """Take in the statistics of a step's reduced header, reported by rank 0."""
-        self._note_plan(message.plan_id, message.step)
+        self._note_plan(message.plan_id, message.step, now_s)
         self.steps = max(self.steps, message.step + 1)
         self.losses.note(message.step, message.loss)
         self.folds += message.folds
@@ -299,12 +300,12 @@ class OptimizerState:
         if message.plan_id not in self._published and message.plan_id != self.active.plan_id:
             return
         self._send(PlanActive(self.optimizer_id, message.plan_id, message.step))
-        self._note_plan(message.plan_id, message.step)
+        self._note_plan(message.plan_id, message.step, now_s)
         self.rule.restart(message.step, now_s)
 
     def step_note(self, rank: int, message: StepNote, now_s: float) -> None:
         """Take in a rank's step in a mode without a common reduction."""
-        self._acted(rank, message.plan_id, message.version)
+        self._acted(rank, message.plan_id, message.version, now_s)
         self._note_report(rank, message.version, message.times, late=message.staleness > 0, wait_s=message.comm_s)
         self._pauses.reported(rank, message.version, message.comm_s, now_s)
         self.arrivals.waited(rank, message.comm_s)
@@ -461,11 +462,11 @@ class OptimizerState:
             return
         self.history.append(StepReport(rank=rank, step=step, times=times, wait_s=wait_s, late=late))
 
-    def _acted(self, rank: int, plan_id: int, step: int) -> None:
+    def _acted(self, rank: int, plan_id: int, step: int, now_s: float) -> None:
         self._published.acted(rank, plan_id)
-        self._note_plan(plan_id, step)
+        self._note_plan(plan_id, step, now_s)
 
-    def _note_plan(self, plan_id: int, step: int) -> None:
+    def _note_plan(self, plan_id: int, step: int, now_s: float) -> None:
         """Activate a newer plan that a rank acts on: all ranks agreed on it in a header, maybe as it was abandoned."""
         if plan_id <= self.active.plan_id or plan_id not in self._published:
             return
@@ -475,6 +476,7 @@ class OptimizerState:
         self.asked.activated(self.active)
         self.rule.plan = self.active
         self.plans.append((step, self.active))
+        self.plans_began_s.append(now_s)
         logger.warning("step %d: %s: %s", step, self.active.label, self.active.reason or "asked for")
         shares = self.loader.shares
         if shares is not None and shares.state.shares:  # Ordered while the plan was on its way.

@@ -144,20 +144,23 @@ class RunLog:
             self._window_due_s = now_s + _WINDOW_INTERVAL_S
             self._job_event("window", dict(values))
 
-    def plan(self, step: int, plan: Plan, prediction: Mapping[str, Any] | None = None) -> None:
+    def plan(
+        self, step: int, plan: Plan, prediction: Mapping[str, Any] | None = None, time_s: float | None = None
+    ) -> None:
         """Log that a plan is active from `step` on. Ignored on ranks other than 0.
 
         Args:
             step: Its first step.
             plan: The plan, with its reason.
             prediction: Predictions behind the decision, by candidate.
+            time_s: When it became active, seconds since this log was created; by default now. Earlier times become 0.
         """
-        now_s = self._now_s()
+        at_s = self._now_s() if time_s is None else max(0.0, time_s)
 
         def event() -> dict[str, Any]:
             values: dict[str, Any] = {"step": step, "label": plan.label, "mode": plan.mode, "reason": plan.reason}
             values |= {"plan": plan.to_dict(), "prediction": dict(prediction or {})}
-            return {"kind": "plan", "time_s": round(now_s, 6), **values}
+            return {"kind": "plan", "time_s": round(at_s, 6), **values}
 
         if self._rank == 0:
             self._put(True, "plan", event)

@@ -202,11 +202,13 @@ class JobLog:
             if engine is None:
                 return
             plans, values = engine.plans[self._plans_logged :], self._values(engine)
+            begun_s = engine.plans_began_s[self._plans_logged :]
             predictions_by_plan = [engine.predictions_by_plan.pop(plan.plan_id, {}) for _, plan in plans]
             outcomes = [one for one in engine.outcomes if (one.plan_id, one.step) > self._outcome_logged]
             active, shares_step = engine.active, engine.shares_step
-        for (step, plan), predictions in zip(plans, predictions_by_plan, strict=True):
-            self._log.plan(step, plan, predictions)
+        for (step, plan), began_s, predictions in zip(plans, begun_s, predictions_by_plan, strict=True):
+            # Not the time of this look, which is half a second later or more: seconds per step follow from it.
+            self._log.plan(step, plan, predictions, self._log.since_s(began_s))
             self._plans_logged += 1
             self._shares_logged = (plan.plan_id, plan.batch_shares)
         if (active.plan_id, active.batch_shares) != self._shares_logged:

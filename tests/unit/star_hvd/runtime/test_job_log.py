@@ -314,6 +314,24 @@ def test_a_run_that_goes_on_from_a_checkpoint_says_so(teller: StepReporter, job_
 # ---- batch shares ---------------------------------------------------------------------------------------------------
 
 
+def test_a_plan_has_the_time_at_which_it_became_active(job_log: Any) -> None:
+    """The log looks twice a second: two plans of one look had equal times, and the first one's steps took no time."""
+    made = job_log()
+    made.job.engine.publish(Plan.partial(3, 2, reason="asked for"), made.job.now_s)
+    made.job.now_s = time.monotonic() + 1000.0
+    for rank in range(3):
+        made.job.arrive(rank, 5, plan_id=1)
+    path, limit_s = made.log.directory / "events.jsonl", time.monotonic() + 120.0
+
+    def begun_s() -> list[float]:
+        return [event["time_s"] for _, event in read_events(path) if event["kind"] == "plan"]
+
+    while len(begun_s()) < 2 and time.monotonic() < limit_s:
+        time.sleep(0.02)
+    made.end()
+    assert begun_s()[0] == 0.0 and 1000.0 <= begun_s()[1] < 1120.0
+
+
 def test_other_batch_shares_are_logged_as_such_and_are_no_plan(job_log: Any) -> None:
     made = job_log()
     made.job.engine.publish(Plan.sync(3, balanced=True, reason="shares follow the speed"), made.job.now_s)
