@@ -199,11 +199,15 @@ def _without_start(plans: Sequence[_Begun], asked: object, took_s: float) -> lis
         return modes
     if asked is None:
         return modes[1:] if plans[1].step <= _ACTIVE_STEP else modes
-    # `grouped` without a number, `grouped(0)` as a label, gets the number of its groups when it becomes active.
-    starts = len(modes) == 2 and asked in (modes[1].label, f"{modes[1].mode}(0)")
     # A run without an end is not used: what it lacks, not the start of its mode, is the reason.
     long = plans[1].time_s - plans[0].time_s > _START_SHARE * took_s
-    return modes[1:] if starts and not long else modes
+    return modes[1:] if _starts_as_asked(modes, asked) and not long else modes
+
+
+def _starts_as_asked(modes: Sequence[Plan], asked: object) -> bool:
+    """Whether the plans are a start in `sync` and the mode that the user asked for."""
+    # `grouped` without a number, `grouped(0)` as a label, gets the number of its groups when it becomes active.
+    return len(modes) == 2 and modes[0].plain and asked in (modes[1].label, f"{modes[1].mode}(0)")
 
 
 def _plan(event: Mapping[str, Any]) -> Plan:
@@ -408,7 +412,12 @@ def real_rows(root: Path, project: str, *, report: Callable[[str], None] | None 
 
 def _check_mode(run: LoggedRun) -> None:
     _check_asked(run.facts)
-    if len(run.plans) > 1:  # Mode auto, which older logs do not record, or a mode that became active late.
+    if _starts_as_asked(run.plans, run.facts.get("mode")):
+        raise _UnusableRun(
+            f"its mode, {run.plans[1].label}, became active after more than {100.0 * _START_SHARE:.0f} % of its time; "
+            "expected a longer run, or a later target"
+        )
+    if len(run.plans) > 1:  # Mode auto, which older logs do not record, or several modes.
         labels = ", ".join(dict.fromkeys(plan.label for plan in run.plans))
         raise _UnusableRun(f"it changed its mode ({labels[:80]}); expected one fixed mode")
 

@@ -126,6 +126,16 @@ def test_a_short_start_in_sync_is_forgotten_whatever_its_steps(
     assert run is not None and [plan.label for plan in run.plans] == labels
 
 
+def test_a_mode_that_begins_late_is_not_told_as_a_change_of_mode(tmp_path: Path) -> None:
+    """The user did ask for one fixed mode."""
+    _begun_late(tmp_path, (40, 3.0, _SERVED), reached_s=30.0, mode="ps(3)")
+    told: list[str] = []
+    assert real_rows(tmp_path, "1", report=told.append) == []
+    assert told[1:] == [
+        "run: its mode, ps(3), became active after more than 5 % of its time; expected a longer run, or a later target"
+    ]
+
+
 def test_grouped_without_a_number_is_what_was_asked_for(tmp_path: Path) -> None:
     plan = Plan.grouped(4, [(0, 1), (2, 3)], plan_id=1)
     run = read_run(_begun_late(tmp_path, (40, 3.0, plan), mode="grouped(0)"))
