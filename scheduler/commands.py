@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["Subcommand", "run_command"]
+__all__ = ["Subcommand", "check_output", "run_command"]
 
 Subcommand = tuple[str, str, str]
 """Name, module, help."""
@@ -61,3 +63,24 @@ def run_command(
         sys.stderr.write(f"{program} {options.command}: stopped\n")
         return 130
     return status
+
+
+def check_output(path: Path, option: str, *, folder: bool = False) -> None:
+    """Check that a command can write its result, before what takes minutes; makes nothing.
+
+    Args:
+        path: The file, or with `folder` the folder.
+        option: The option that names it.
+        folder: Whether it is a folder.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    expected = "a folder" if folder else "a file"
+    if path.exists() and path.is_dir() is not folder:
+        raise ValueError(f"{option} is {path}, {'a file' if folder else 'a folder'}; expected {expected}")
+    place = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if place != path and not place.is_dir():
+        raise ValueError(f"{option} is {path}, but {place} is a file; expected a place where {expected} can be made")
+    if not os.access(place, os.W_OK):
+        raise ValueError(f"{option} is {path}, but {place} may not be written; expected {expected} that can be written")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scheduler.commands import check_output
 from scheduler.learning.evaluate import BASELINES, HELD_OUT_SEED, Factory, Regrets, regrets, standings, summary
 from scheduler.learning.predictor import SHIPPED, ModelError, Predictor, load
 from scheduler.policy.cost_policy import CostPolicy
@@ -62,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     check_scenarios(options)
+    if options.json is not None:
+        check_output(options.json, "--json")
     found_model = locate(options.model)
     model, version = load(found_model.folder), found_model.version
     # Loading MLflow takes seconds: after everything that can fail.

@@ -7,10 +7,14 @@ import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scheduler.cli.collect import DEFAULT_TABLE, add_sources, logged_rows, print_line, why_none
+from scheduler.commands import check_output
 from scheduler.learning import dataset
+
+if TYPE_CHECKING:
+    from scheduler.learning.registry import Registry
 
 __all__ = ["add_arguments", "metrics_table", "run"]
 
@@ -46,8 +50,11 @@ def run(options: argparse.Namespace) -> int:
     from scheduler.learning.train import Settings, fit, save, tune
 
     console = Console()
+    # What can fail comes before the fit, which takes minutes.
+    check_output(options.out, "--out", folder=True)
     tables = _tables(options)
     frame, described = _read(tables)
+    registry = None if options.no_registry else _registry()
     settings = Settings(seed=options.seed)
     if options.tune_s > 0.0:
         with console.status("searching for settings"):
@@ -60,9 +67,9 @@ def run(options: argparse.Namespace) -> int:
     console.print(f"model in {options.out}", highlight=False)
     for problem in Predictor(about, found.boosters).blind_spots():
         console.print(f"warning: promote will reject this model: {problem}", highlight=False)
-    if options.no_registry:
+    if registry is None:
         return 0
-    return _record(console, options.out, about, frame, found)
+    return _record(console, registry, options.out, about, frame, found)
 
 
 def metrics_table(metrics: Mapping[str, float]) -> Any:
@@ -140,14 +147,26 @@ def _read(paths: list[Path]) -> tuple[Any, dict[str, Any]]:
     return frame, described
 
 
-def _record(console: Any, folder: Path, about: dict[str, Any], frame: Any, found: Any) -> int:
-    from scheduler.learning.plots import draw
+def _registry() -> Registry:
+    """The registry, which has been asked once.
+
+    Raises:
+        ModelError: MLflow is missing or cannot be asked.
+    """
     from scheduler.learning.registry import CHALLENGER, Registry
+
+    found = Registry(os.environ)
+    found.alias(CHALLENGER)
+    return found
+
+
+def _record(console: Any, registry: Registry, folder: Path, about: dict[str, Any], frame: Any, found: Any) -> int:
+    from scheduler.learning.plots import draw
+    from scheduler.learning.registry import CHALLENGER
     from scheduler.redact import redacted
 
     with tempfile.TemporaryDirectory() as scratch, console.status("recording in MLflow"):
         figures = draw(found, frame, Path(scratch))
-        registry = Registry(os.environ)
         version = registry.record(folder, about, sample=frame.head(5), figures=figures)
     console.print(
         f"{version.name} version {version.number} is {CHALLENGER} in {redacted(registry.uri)}; "

@@ -16,7 +16,7 @@ from scheduler.learning import dataset
 from scheduler.learning.evaluate import Regrets
 from scheduler.learning.features import FEATURES
 from scheduler.learning.logged_rows import read_run, real_rows, windows
-from scheduler.learning.predictor import Predictor, load
+from scheduler.learning.predictor import ModelError, Predictor, load
 from scheduler.learning.registry import Version
 from scheduler.plan.plan import Plan
 from scheduler.target import Target
@@ -47,6 +47,9 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
         (["collect", "--jobs", "0"], "no rows"),
         (["collect", "--jobs", "0", "--runs", "nowhere"], "expected a folder of logged runs"),
         (["evaluate", "--model", "no/such/folder"], "does not exist; expected a folder"),
+        (["evaluate", "--json", "table.txt/a.json"], "table.txt is a file; expected a place where a file can"),
+        (["evaluate", "--json", "."], "--json is ., a folder; expected a file"),
+        (["train", "--out", "table.txt"], "--out is table.txt, a file; expected a folder"),
         (["evaluate", "--scenarios", "0"], "--scenarios is 0"),
         (["promote", "--scenarios", "0"], "--scenarios is 0"),
         (["evaluate", "--seed", "70000"], "--seed is 70000; expected 1000000 or more"),
@@ -76,6 +79,22 @@ def test_collect_train_and_evaluate_by_folder(
     assert main.main(["train", "small.csv.gz", "--out", "model", "--no-registry"]) == 0
     assert "90 % intervals cover" in capsys.readouterr().out
     assert isinstance(load(tmp_path / "model"), Predictor)
+
+
+def test_train_asks_mlflow_before_it_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fit takes minutes, and its model could not be registered later."""
+
+    class Down:
+        def __init__(self, environ: Mapping[str, str]) -> None:
+            raise ModelError("MLflow at http://server says: no answer")
+
+    monkeypatch.setattr("scheduler.learning.registry.Registry", Down)
+    monkeypatch.setattr("scheduler.learning.train.fit", lambda *_: pytest.fail("it fits"))
+    dataset.write(tmp_path / "small.csv.gz", small_table())
+    assert main.main(["train", str(tmp_path / "small.csv.gz"), "--out", str(tmp_path / "model")]) == 2
+    assert "MLflow at http://server says: no answer" in capsys.readouterr().err
 
 
 @pytest.mark.slow
