@@ -130,6 +130,8 @@ def locate(name: str) -> Located:
         return Located(fetch(name, os.environ, deadline_s=120.0))
     if Path(name).is_dir():
         return Located(Path(name))
+    if Path(name).exists():
+        raise ModelError(f"--model is {name}, a file; expected a folder with model.json, an alias or a URI models:/...")
     if os.sep in name:
         raise ModelError(f"the model folder {name} does not exist; expected a folder with model.json")
     registry = Registry(os.environ)

@@ -145,9 +145,10 @@ def read(path: Path) -> tuple[Any, dict[str, Any]]:
         DatasetError: The table is missing, damaged, or of another version.
     """
     pandas = _pandas()
+    about_path = description_path(path)
     try:
         raw = path.read_bytes()
-        described = json.loads(description_path(path).read_text(encoding="utf-8"))
+        described = json.loads(about_path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DatasetError(f"cannot read the table {path}: {error}; make one with `star-scheduler collect`") from None
     _check(path, described, raw)

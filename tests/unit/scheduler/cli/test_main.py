@@ -47,6 +47,7 @@ def test_help_names_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None
         (["collect", "--jobs", "0"], "no rows"),
         (["collect", "--jobs", "0", "--runs", "nowhere"], "expected a folder of logged runs"),
         (["evaluate", "--model", "no/such/folder"], "does not exist; expected a folder"),
+        (["evaluate", "--model", "table.txt"], "--model is table.txt, a file; expected a folder with model.json"),
         (["evaluate", "--json", "table.txt/a.json"], "table.txt is a file; expected a place where a file can"),
         (["evaluate", "--json", "."], "--json is ., a folder; expected a file"),
         (["train", "--out", "table.txt"], "--out is table.txt, a file; expected a folder"),
