@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 
@@ -26,12 +27,18 @@ def add_places(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Send the runs; return the exit status, 1 if any failed."""
+    """Send the runs; return the exit status, 1 if any failed.
+
+    Raises:
+        ImportError: MLflow is missing: no run can be sent, and one error is enough.
+    """
     root = (options.logs or layout.default_root()).resolve()
     chosen = [path.resolve() for path in options.runs] or layout.run_directories(root)
     if not chosen:
         sys.stdout.write(f"no runs in {root}\n")
         return 0
+    if importlib.util.find_spec("mlflow") is None:
+        raise ImportError("MLflow is missing, so nothing is sent; install it with: pip install 'star-hvd[train]'")
     outcomes = []
     for path in chosen:
         outcomes.append(send_run(path, options.to or layout.tracking_uri(path.parent.parent), options.again))

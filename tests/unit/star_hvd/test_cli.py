@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -53,6 +54,20 @@ def test_run_logs_are_there_for_a_broken_horovod_too(broken: Path) -> None:
     log.close()
     done = command("report", "one", "--logs", str(broken), "--out", "page.html", where=broken)
     assert done.returncode == 0 and (broken / "page.html").is_file(), done.stderr
+
+
+def test_without_mlflow_one_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        RunLog(tmp_path / "runs" / name, rank=0, world_size=2, job={"batch": 32}, ship=False).close()
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "mlflow" else found(name, *more)
+    )
+    assert cli.main(["sync-logs", "--logs", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "MLflow is missing, so nothing is sent; install it with: pip install" in said
 
 
 def test_the_installed_command_starts_outside_the_package() -> None:
