@@ -199,7 +199,7 @@ class Shipping:
         while (left_s := self.progress_s + _LINGER_S - _clock_s()) > 0.0:
             if self._done.wait(left_s):
                 return
-        self.give_up("gave up")
+        self.give_up(f"gave up: MLflow took nothing for {_LINGER_S:.0f} s after the job's end")
         os._exit(1)
 
     def _note_progress(self) -> None:
