@@ -222,6 +222,8 @@ def _plan(event: Mapping[str, Any]) -> Plan:
 
 def _check_facts(facts: Mapping[str, Any]) -> Target:
     """The target of a run that its facts, or MLflow's parameters, do not exclude."""
+    if not facts:  # A target is not what is missing.
+        raise _UnusableRun("its events.jsonl has no facts; expected those of a run, the file is empty or damaged")
     if facts.get("continues"):
         raise _UnusableRun("it continues an earlier training")
     if not facts.get("target"):

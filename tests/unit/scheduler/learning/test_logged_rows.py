@@ -334,6 +334,15 @@ def test_a_run_of_another_version_is_refused(tmp_path: Path) -> None:
     assert "b: it is of version 2 of the run log; expected 1: read it with the star_hvd that wrote it" in told
 
 
+@pytest.mark.parametrize("content", [b"", bytes(range(256)), b'{"kind": "fac'])
+def test_a_damaged_log_is_not_told_as_one_without_a_target(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "events.jsonl").write_bytes(content)
+    told: list[str] = []
+    assert real_rows(tmp_path, "1", report=told.append) == []
+    assert told[1] == "a: its events.jsonl has no facts; expected those of a run, the file is empty or damaged"
+
+
 class _Client:
     """An MLflow with these runs, whose files are in a folder; there must be one run at a time on the disk."""
 
