@@ -92,6 +92,8 @@ def find_run(name: str, root: Path, uri: str | None = None) -> Path:
     for folder in (Path(name), root / "runs" / name):
         if any(folder.glob("rank*.jsonl")):
             return folder
+    if os.sep in name and Path(name).exists():  # A path, not the name of a run in MLflow.
+        raise ValueError(f"{name} has no step reports; expected a run's folder, with rank<r>.jsonl of every rank")
     where = uri or (f"sqlite:///{root / 'mlflow.db'}" if (root / "mlflow.db").exists() else "")
     if not where:
         raise ValueError(f"no run {name} under {root}, and no MLflow there; give a run's folder, or set STAR_LOG_DIR")

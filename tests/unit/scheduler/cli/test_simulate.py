@@ -263,6 +263,10 @@ def test_runs_that_are_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "no run nowhere under" in capsys.readouterr().err
     with pytest.raises(ValueError, match="no step reports found"):
         read_run(tmp_path)
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file"):
+        with pytest.raises(ValueError, match="has no step reports; expected a run's folder"):
+            find_run(str(path), tmp_path, "http://server")
 
 
 def test_a_rank_that_never_reported_is_named(tmp_path: Path) -> None:
