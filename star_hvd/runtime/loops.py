@@ -16,7 +16,9 @@ logger = logging.getLogger("star_hvd")
 
 _LOOPING = 2  # Steps behind which a collective belongs to a loop's iterations, not to setting something up.
 _EVALUATING = 3  # The same for a loop without steps: collectives from which on they belong to its iterations.
-_EACH = 4  # Steps in a row with a collective behind each, outside such loops, from which on every iteration has one.
+_EACH = 20
+"""Steps in a row with a collective behind each, outside such loops, from which on every iteration has one: programs
+that log more often in the beginning do so for 10 steps."""
 _IDLE_STEPS = 64  # Steps of other optimizers without one of the first, after which that counts as idle.
 
 

@@ -113,7 +113,7 @@ def test_a_collective_in_every_iteration_of_a_plain_loop_bars_relaxed_modes(ever
             if step % every == 0:
                 program.loops.note_collective("allreduce")
                 program.loops.note_collective("allreduce")  # Loss and accuracy.
-            assert epoch or step >= 3 or program.optimizer.pinned == [], "it may only be set up"
+            assert epoch or step >= 19 or program.optimizer.pinned == [], "it may log more often in the beginning"
         for _ in range(5):
             program.loops.note_collective("allreduce")  # An evaluation.
     assert program.optimizer.pinned == pinned
