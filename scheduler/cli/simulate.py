@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from scheduler.balance.usual_batches import UsualBatches
-from scheduler.mlflow_limits import limit_requests
+from scheduler.mlflow_limits import limit_requests, request_errors
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
 from scheduler.redact import redacted
@@ -103,14 +103,13 @@ def find_run(name: str, root: Path, uri: str | None = None) -> Path:
 def _fetch(name: str, uri: str) -> Path:
     limit_requests()
     try:
-        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
     except ImportError:
         raise ValueError(f"run {name} is not a folder, and MLflow is missing: pip install star-hvd[train]") from None
     try:
         client = MlflowClient(tracking_uri=uri)
         run_id = _run_id(client, name)
-    except MlflowException as error:
+    except request_errors() as error:
         raise ValueError(redacted(f"cannot fetch run {name} from MLflow at {uri}: {error}")) from None
     target = tempfile.mkdtemp(prefix="star-run-")
     atexit.register(shutil.rmtree, target, ignore_errors=True)

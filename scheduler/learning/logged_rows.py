@@ -37,7 +37,7 @@ from scheduler.diagnosis.window_stats import MIN_REPORTS, queueing
 from scheduler.learning.features import speed
 from scheduler.learning.logged_reports import FIRST_STEP, HISTORY, Report, extent, moments_until, newest, reports
 from scheduler.learning.simulated_rows import in_order, moment_rows
-from scheduler.mlflow_limits import limit_requests
+from scheduler.mlflow_limits import limit_requests, request_errors
 from scheduler.plan.plan import MODES, Plan, PlanError
 from scheduler.policy.candidates import candidates, same_plan
 from scheduler.records import RankStats, Window
@@ -502,7 +502,7 @@ def mlflow_rows(
             )
         mlflow.set_tracking_uri(uri)
         _take_runs(client, experiment.experiment_id, jobs, environ)
-    except mlflow.exceptions.MlflowException as error:
+    except request_errors() as error:
         raise ValueError(redacted(f"MLflow at {uri} says: {error}", environ)) from None
     return jobs.rows(project, report)
 

@@ -23,7 +23,7 @@ from typing import Any
 from scheduler.child_process import module_command
 from scheduler.learning.features import FEATURES, SCHEMA_VERSION
 from scheduler.learning.predictor import ModelError, load
-from scheduler.mlflow_limits import limit_requests
+from scheduler.mlflow_limits import limit_requests, request_errors
 from scheduler.redact import redacted
 
 __all__ = [
@@ -137,7 +137,7 @@ class Registry:
         """Turn MLflow's errors into a `ModelError` that says what to do."""
         try:
             yield
-        except self._mlflow.exceptions.MlflowException as error:
+        except request_errors() as error:
             text = f"MLflow at {self.uri} says: {error}; check MLFLOW_TRACKING_URI and the server, and try again"
             raise ModelError(redacted(text, self._environ)) from None
 

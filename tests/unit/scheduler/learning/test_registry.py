@@ -142,6 +142,17 @@ def test_a_server_that_hangs_is_given_up() -> None:
         assert time.monotonic() - begin_s < 120.0  # Of a child that is killed, on a machine that is busy.
 
 
+def test_a_file_that_is_no_database_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLflow passes on the error of SQLAlchemy."""
+    pytest.importorskip("sqlalchemy")
+    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "10")  # So that what is set is undone.
+    (tmp_path / "bad.db").write_text("no database")
+    environ = {"MLFLOW_TRACKING_URI": f"sqlite:///{tmp_path / 'bad.db'}"}
+    with pytest.raises(ModelError, match="(?s)file is not a database.*; check MLFLOW_TRACKING_URI"):
+        Registry(environ).alias("champion")
+
+
 def test_where_models_are_looked_for() -> None:
     assert tracking_uri({"MLFLOW_TRACKING_URI": "http://server"}) == "http://server"
     assert tracking_uri({"STAR_LOG_DIR": "/somewhere"}) == "sqlite:////somewhere/mlflow.db"
