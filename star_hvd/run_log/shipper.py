@@ -98,12 +98,19 @@ class Shipping:
         job: Process id of rank 0; None to use the end of `lines` only.
         poll_s: Interval at which new events are sent.
         idle_s: Time without a run after which `run` returns.
+        linger_s: Time without progress after the job's end after which the process exits.
     """
 
     def __init__(
-        self, lines: Iterable[str], job: int | None = None, *, poll_s: float = _POLL_S, idle_s: float = _IDLE_S
+        self,
+        lines: Iterable[str],
+        job: int | None = None,
+        *,
+        poll_s: float = _POLL_S,
+        idle_s: float = _IDLE_S,
+        linger_s: float = _LINGER_S,
     ) -> None:
-        self._poll_s, self._idle_s = poll_s, idle_s
+        self._poll_s, self._idle_s, self._linger_s = poll_s, idle_s, linger_s
         self.progress_s = _clock_s()
         self.over = threading.Event()  # The job has ended.
         self._lines = lines
@@ -196,10 +203,10 @@ class Shipping:
                 self.over.set()
                 self._wake.set()
         self._note_progress()
-        while (left_s := self.progress_s + _LINGER_S - _clock_s()) > 0.0:
+        while (left_s := self.progress_s + self._linger_s - _clock_s()) > 0.0:
             if self._done.wait(left_s):
                 return
-        self.give_up(f"gave up: MLflow took nothing for {_LINGER_S:.0f} s after the job's end")
+        self.give_up(f"gave up: MLflow took nothing for {self._linger_s:.0f} s after the job's end")
         os._exit(1)
 
     def _note_progress(self) -> None:

@@ -381,10 +381,9 @@ def test_a_server_that_hangs_is_given_up_but_not_while_the_machine_keeps_the_sen
 
     monkeypatch.setattr(FakeSender, "send", lambda _: hangs.wait())
     monkeypatch.setattr(shipper, "core_wait_s", core_wait_s)
-    monkeypatch.setattr(shipper, "_LINGER_S", 0.1)
     monkeypatch.setattr(shipper, "os", SimpleNamespace(_exit=exits.append))
     (run / layout.RUN).touch()
-    thread = started(line.lines)
+    thread = started(line.lines, linger_s=0.1)
     line.tell(run)
     wait_for(lambda: fake.made)
     line.end()
@@ -396,7 +395,7 @@ def test_a_server_that_hangs_is_given_up_but_not_while_the_machine_keeps_the_sen
     assert not exits and not noted(run)
     now[0] += 1.0
     wait_for(lambda: exits)
-    assert "gave up; star-hvd sync-logs sends the rest" in noted(run)
+    assert "gave up: MLflow took nothing for 0 s after the job's end; star-hvd sync-logs sends the rest" in noted(run)
     hangs.set()
     thread.join(DEADLINE_S)
 

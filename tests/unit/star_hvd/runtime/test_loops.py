@@ -102,21 +102,31 @@ def test_a_collective_of_another_thread_or_behind_the_loop_bars_nothing(within: 
     assert program.optimizer.pinned == []
 
 
-@pytest.mark.parametrize(("every", "pinned"), [(1, [False]), (2, []), (10, [])])
-def test_a_collective_in_every_iteration_of_a_plain_loop_bars_relaxed_modes(every: int, pinned: list[bool]) -> None:
+@pytest.mark.parametrize(("every", "bars"), [(1, True), (2, True), (4, True), (5, False), (10, False)])
+def test_a_collective_in_every_few_iterations_of_a_plain_loop_bars_relaxed_modes(every: int, bars: bool) -> None:
     """Horovod's own examples average the loss of each batch: ranks that meet there cannot get apart."""
     program = Program()
     program.loops.note_collective("broadcast_parameters")
     for epoch in range(3):
         for step in range(40):
             program.step()
-            if step % every == 0:
+            if (step + 1) % every == 0:
                 program.loops.note_collective("allreduce")
                 program.loops.note_collective("allreduce")  # Loss and accuracy.
             assert epoch or step >= 19 or program.optimizer.pinned == [], "it may log more often in the beginning"
         for _ in range(5):
             program.loops.note_collective("allreduce")  # An evaluation.
-    assert program.optimizer.pinned == pinned
+    assert (False in program.optimizer.pinned) is bars and True not in program.optimizer.pinned
+
+
+def test_collectives_behind_short_loops_over_shard_bar_nothing() -> None:
+    """Epochs of few steps, each followed by an evaluation: within them ranks take batches as they need them."""
+    program = Program()
+    for _ in range(100):
+        with program.loops.inside(parts=False, trains=True):
+            program.step()
+        program.loops.note_collective("allreduce")
+    assert program.optimizer.pinned == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
