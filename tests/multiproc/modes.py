@@ -51,7 +51,7 @@ def publish(optimizer: Any, mode: str | Plan) -> None:
     assert plan is not None
     with run.coordinator.job_state() as job:
         engine = job.optimizers.get(driver_of(optimizer).number)
-        ready = engine is not None and engine.registered and not engine.switching
+        ready = engine is not None and engine.asked.complete and not engine.switching
         if engine is not None and ready and engine.active.label != plan.label:
             engine.publish(plan, time.monotonic())
 

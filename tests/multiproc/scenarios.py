@@ -132,7 +132,7 @@ def publish(optimizer: Any, plan: Plan) -> None:
     if run is not None and run.coordinator is not None:
         with run.coordinator.job_state() as job:
             engine = job.optimizers.get(driver_of(optimizer).number)
-            if engine is not None and engine.registered:
+            if engine is not None and engine.asked.complete:
                 engine.publish(plan, time.monotonic())
 
 
