@@ -182,8 +182,10 @@ def _inactive_in(function: Callable[P, R], *, meets: bool = True) -> Callable[P,
         if run is None or not run.trains:
             return function(*args, **kwargs)
         run.finish_steps()
-        run.loops.note_collective(function.__name__)
-        mixed, given = run.mixed, signature.bind(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        where = given.arguments.get("process_set", global_process_set)
+        run.loops.note_collective(function.__name__, of_all=where is global_process_set)
+        mixed = run.mixed
         # In a process set of the user's, members do not wait for other ranks.
         collective = _name(run, function.__name__, given, meets=mixed and run.meets) if meets else None
         with run.joined.during(collective) if collective is not None else contextlib.nullcontext():

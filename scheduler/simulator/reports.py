@@ -108,7 +108,7 @@ def _rows(by_step: dict[int, dict[int, list[_Report]]], ranks: set[int], n: int,
         named = f"{missing[:16]}{' and more' if len(missing) > 16 else ''}"
         raise ValueError(
             f"ranks {named} reported no step; expected reports of all ranks 0..{n - 1} (those of other hosts come to "
-            "MLflow with `star-hvd sync-logs` there)"
+            "MLflow with `star-hvd sync-logs` there; then give the id of the run in MLflow)"
         )
     return Reports(
         steps=np.array(steps), own_steps=np.array(own_steps), compute_s=np.array(compute), wait_s=np.array(wait),

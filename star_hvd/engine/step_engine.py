@@ -660,6 +660,7 @@ class StepEngine:
         """
         with self.lock:
             if self.ended and unseen:
+                logger.debug("rank %d: behind the last step: %s", self.rank, error)
                 return
             first = self.failure is None
             if first:

@@ -687,8 +687,8 @@ class StepDriver:
     def _report_prepared(self, plan: Plan, reason: str | None) -> None:
         if reason is None:
             self._send(Prepared(self.number, plan.plan_id))
-        elif self.engine.agreement.pinned:
-            self._report_unsupported(plan, reason)
+        elif pinned := self.engine.agreement.pinned:
+            self._report_unsupported(plan, pinned)  # It stays so; `reason` may be one that passes.
         else:
             self._send(PrepareFailed(self.number, plan.plan_id, reason))
 

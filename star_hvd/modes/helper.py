@@ -116,6 +116,8 @@ class Helper:
                     engine.await_helpers_step(_SLICE_S)
             except BaseException as error:  # The training thread raises it, since a helper has no caller.
                 engine.fail(error, unseen=not self._stop.is_set())
+                if engine.ended:
+                    return
 
     def _in_flight(self) -> str:
         return f"step {self._engine.next_step - 1}, closed without this rank,"

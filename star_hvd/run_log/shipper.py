@@ -40,6 +40,7 @@ gets few on a busy machine."""
 _RANKS_S = 10.0
 _IDLE_S = 30.0
 _LARGEST_PAUSE_S = 60.0
+_waited_s = [0.0]  # What `core_wait_s` read last: without descriptors it cannot read for a while.
 
 
 class _Run:
@@ -237,8 +238,8 @@ def _is_alive(process: psutil.Process) -> bool:
 def core_wait_s() -> float:
     """How long this process's main thread has waited for a core so far; 0 if the system does not tell."""
     with contextlib.suppress(OSError, ValueError, IndexError):
-        return 1e-9 * int(Path("/proc/self/schedstat").read_text(encoding="ascii").split()[1])
-    return 0.0
+        _waited_s[0] = 1e-9 * int(Path("/proc/self/schedstat").read_text(encoding="ascii").split()[1])
+    return _waited_s[0]
 
 
 def _clock_s() -> float:

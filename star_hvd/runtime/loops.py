@@ -76,7 +76,8 @@ class ProgramLoops:
             trains: Whether its batches give gradients.
         """
         opened = _Loop(self._steps_ended(), parts, trains)
-        self._often = 0  # The next collective may be behind this loop.
+        if trains:
+            self._often = 0  # The next collective may be behind this loop.
         if trains:
             program_end.note_step()  # An error in its first iteration ends the training, too.
         self._open.append(opened)
@@ -107,7 +108,7 @@ class ProgramLoops:
             _IDLE_STEPS,
         )
 
-    def note_collective(self, name: str) -> None:
+    def note_collective(self, name: str, *, of_all: bool = True) -> None:
         """Keep `auto` in exact modes if the program calls a collective within its loop over a `shard` loader.
 
         In relaxed modes ranks take batches as they need them, so one would wait for the others in a collective of an
@@ -121,12 +122,14 @@ class ProgramLoops:
 
         Args:
             name: The collective.
+            of_all: Whether it is one of all ranks, not of a process set of the program's.
         """
         if not self._in_training_thread():
             return
         opened = list(self._open)
         if not opened:
-            self._note_in_plain_loop(name)
+            if of_all:
+                self._note_in_plain_loop(name)
         elif not opened[-1].trains:
             self._note_in_evaluation(opened[-1], name)
         loops = [loop.parts for loop in opened if loop.trains and self._steps_ended() - loop.began >= _LOOPING]
@@ -144,7 +147,7 @@ class ProgramLoops:
                 driver.pin(reason, equal_batches=equal_batches)
 
     def _note_in_plain_loop(self, name: str) -> None:
-        """Keep `auto` in exact modes if the iterations of a loop without `shard` have a collective every few steps."""
+        """Keep `auto` in exact modes if a loop without `shard` has a collective every few steps."""
         steps = self._steps_ended()
         made, self._noted_at = steps - self._noted_at, steps
         if made == 0:  # Another one of the same iteration, or one of an evaluation.
@@ -152,8 +155,8 @@ class ProgramLoops:
         self._often = self._often + made if made <= _OFTEN else 0
         if self._often >= _OFTEN_STEPS:
             self._keep_exact(
-                f"the program calls hvd.{name} at least every {_OFTEN} iterations of its loop, so no rank gets ahead "
-                "of the others; call it every 100 iterations, or behind the loop, to have relaxed modes"
+                f"the program calls hvd.{name} at least every {_OFTEN} steps, so no rank gets ahead of the others; "
+                "call it every 100 steps, or behind the loop, to have relaxed modes"
             )
 
     def _note_in_evaluation(self, loop: _Loop, name: str) -> None:

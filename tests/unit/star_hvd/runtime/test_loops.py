@@ -119,6 +119,26 @@ def test_a_collective_in_every_few_iterations_of_a_plain_loop_bars_relaxed_modes
     assert (False in program.optimizer.pinned) is bars and True not in program.optimizer.pinned
 
 
+def test_collectives_of_a_process_set_of_the_programs_bar_nothing() -> None:
+    """Ranks of other sets get ahead all the same."""
+    program = Program()
+    for _ in range(100):
+        program.step()
+        program.loops.note_collective("allreduce", of_all=False)
+    assert program.optimizer.pinned == []
+
+
+def test_an_evaluation_over_shard_hides_no_collectives_of_a_plain_loop() -> None:
+    program = Program()
+    for step in range(40):
+        program.step()
+        program.loops.note_collective("allreduce")
+        if step % 10 == 0:
+            with program.loops.inside(parts=False, trains=False):
+                pass
+    assert program.optimizer.pinned
+
+
 def test_collectives_behind_short_loops_over_shard_bar_nothing() -> None:
     """Epochs of few steps, each followed by an evaluation: within them ranks take batches as they need them."""
     program = Program()
