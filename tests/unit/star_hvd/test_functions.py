@@ -38,7 +38,7 @@ class Running:
 
     def __init__(self, *, trains: bool) -> None:
         self.trains = trains
-        self.loops = types.SimpleNamespace(note_collective=lambda name: None)
+        self.loops = types.SimpleNamespace(note_collective=lambda name, of_all: None)
         self.program_waits = ProgramWaits(lambda message, *, urgent=True: None)
 
 
@@ -184,7 +184,7 @@ def test_what_a_broadcast_writes_is_not_the_programs_own_change(monkeypatch: pyt
     )
     run = types.SimpleNamespace(
         trains=True, mixed=False, drivers={0: driver}, user_calls=collections.Counter(), finish_steps=lambda: None,
-        loops=types.SimpleNamespace(note_collective=lambda name: None),
+        loops=types.SimpleNamespace(note_collective=lambda name, of_all: None),
         program_waits=ProgramWaits(lambda message, *, urgent=True: None),
         in_training_thread=lambda: True, joined=types.SimpleNamespace(during=lambda what: contextlib.nullcontext()),
     )  # fmt: skip
