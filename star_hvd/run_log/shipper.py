@@ -4,7 +4,7 @@ It reads runs from its standard input, one JSON mapping per line: `directory`, `
 other end, which closes when the job ends in any way. Then everything on disk is sent, and this process exits; it also
 exits after some time with nothing to send. If MLflow accepts nothing for five minutes after the job's end, the rest
 stays in the runs' folders for `star-hvd sync-logs`. Those are minutes in which this process, which has the lowest
-priority, was not kept from working by a machine whose cores are all busy.
+priority, was not kept from working by a machine whose cores are all busy; an hour in any case.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ _POLL_S, _SOON_S = 2.0, 0.2
 _LINGER_S = 300.0
 """On `_clock_s`. Creating MLflow's tables takes 5 s of CPU time and many small writes to disk, of which this process
 gets few on a busy machine."""
+_LONGEST_S = 3600.0  # The same on any clock: a machine may stay busy for days.
 _RANKS_S = 10.0
 _IDLE_S = 30.0
 _LARGEST_PAUSE_S = 60.0
@@ -112,7 +113,7 @@ class Shipping:
         linger_s: float = _LINGER_S,
     ) -> None:
         self._poll_s, self._idle_s, self._linger_s = poll_s, idle_s, linger_s
-        self.progress_s = _clock_s()
+        self._note_progress()
         self.over = threading.Event()  # The job has ended.
         self._lines = lines
         self._job: psutil.Process | None = None
@@ -204,14 +205,19 @@ class Shipping:
                 self.over.set()
                 self._wake.set()
         self._note_progress()
-        while (left_s := self.progress_s + self._linger_s - _clock_s()) > 0.0:
+        while (left_s := self._left_s()) > 0.0:
             if self._done.wait(left_s):
                 return
-        self.give_up(f"gave up: MLflow took nothing for {self._linger_s:.0f} s after the job's end")
+        waited_s = time.monotonic() - self._progress_wall_s
+        self.give_up(f"gave up: MLflow took nothing for {waited_s:.0f} s after the job's end")
         os._exit(1)
 
+    def _left_s(self) -> float:
+        """Seconds until this process gives up, unless there is progress."""
+        return min(self.progress_s + self._linger_s - _clock_s(), self._progress_wall_s + _LONGEST_S - time.monotonic())
+
     def _note_progress(self) -> None:
-        self.progress_s = _clock_s()
+        self.progress_s, self._progress_wall_s = _clock_s(), time.monotonic()
 
 
 def main(job: int) -> int:
