@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["Subcommand", "check_output", "run_command"]
+__all__ = ["Subcommand", "check_output", "run_command", "seconds"]
 
 Subcommand = tuple[str, str, str]
 """Name, module, help."""
@@ -84,3 +85,18 @@ def check_output(path: Path, option: str, *, folder: bool = False) -> None:
         raise ValueError(f"{option} is {path}, but {place} is a file; expected a place where {expected} can be made")
     if not os.access(place, os.W_OK):
         raise ValueError(f"{option} is {path}, but {place} may not be written; expected {expected} that can be written")
+
+
+def seconds(text: str) -> float:
+    """The value of an option that is a duration, for `argparse`.
+
+    Raises:
+        ArgumentTypeError: It is no finite number of at least 0.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0.0):
+        raise argparse.ArgumentTypeError(f"it is {text!r}; expected seconds, at least 0")
+    return value

@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from scheduler.commands import seconds
 from scheduler.learning import dataset
 from scheduler.learning.evaluate import HELD_OUT_SEED
 
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jobs", type=int, default=200, help="simulated jobs (default 200, about 10 minutes)")
     parser.add_argument("--seed", type=int, default=0, help="first seed; those from 1,000,000 on are held out")
     parser.add_argument("--moments", type=int, default=6, help="moments to collect per job (default 6)")
-    parser.add_argument("--budget-s", type=float, default=0.0, help="stop after this many seconds and write the rows")
+    parser.add_argument("--budget-s", type=seconds, default=0.0, help="stop after this many seconds and write the rows")
     add_sources(parser)
 
 

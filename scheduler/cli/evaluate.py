@@ -122,18 +122,21 @@ def locate(name: str) -> Located:
     Raises:
         ModelError: There is none, or the registry cannot be asked.
     """
-    from scheduler.learning.registry import Registry, fetch
+    from scheduler.learning.registry import CHALLENGER, CHAMPION, Registry, fetch
 
     if name == "shipped":
         return Located(SHIPPED)
     if name.startswith("models:/"):
         return Located(fetch(name, os.environ, deadline_s=120.0))
-    if Path(name).is_dir():
-        return Located(Path(name))
-    if Path(name).exists():
-        raise ModelError(f"--model is {name}, a file; expected a folder with model.json, an alias or a URI models:/...")
-    if os.sep in name:
-        raise ModelError(f"the model folder {name} does not exist; expected a folder with model.json")
+    if name not in (CHALLENGER, CHAMPION):  # A folder of that name in the working directory is `./challenger`.
+        if Path(name).is_dir():
+            return Located(Path(name))
+        if Path(name).exists():
+            raise ModelError(
+                f"--model is {name}, a file; expected a folder with model.json, an alias or a URI models:/..."
+            )
+        if os.sep in name:
+            raise ModelError(f"the model folder {name} does not exist; expected a folder with model.json")
     registry = Registry(os.environ)
     version = find_version(registry, name)
     return Located(registry.download(version), registry, version)

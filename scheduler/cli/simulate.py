@@ -59,6 +59,8 @@ class LoggedTimes:
         comm_bytes: Gradient bytes, 0 if unknown.
         parts: Fractions of them that a reduction and a push send, below 1 with compression; the last ones logged.
         fixed_part: Fraction of a rank's time that does not depend on its batch size, NaN if unknown.
+        batch: Samples of a rank's batch if batch shares are possible, else 0; the last one logged.
+        microbatches: Micro-batches of a rank in a step if others can take them over, else 0; the last ones logged.
         link_bytes_per_s: Link rate of every rank, empty if unknown.
         noise: Noise scale in gradients of one rank, NaN if unknown.
         in_force: The active plans, None if not logged.
@@ -70,6 +72,8 @@ class LoggedTimes:
     comm_bytes: float = 0.0
     parts: tuple[float, float] = (1.0, 1.0)
     fixed_part: float = math.nan
+    batch: int = 0
+    microbatches: int = 0
     link_bytes_per_s: tuple[float, ...] = ()
     noise: float = math.nan
     in_force: InForce | None = None
@@ -158,7 +162,7 @@ def read_run(folder: Path) -> LoggedTimes:
     plans: list[tuple[int, Plan]] = []
     noise: list[float] = []
     rates: list[float] = []
-    parts, size_bytes = (1.0, 1.0), 0.0
+    parts, size_bytes, batch, microbatches = (1.0, 1.0), 0.0, 0, 0
     for event in events:
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
@@ -173,6 +177,7 @@ def read_run(folder: Path) -> LoggedTimes:
             size_bytes = next(iter(_positive([event.get("comm_bytes")])), size_bytes)
             sent = _positive([event.get("reduced_part"), event.get("pushed_part")])
             parts = (min(1.0, sent[0]), min(1.0, sent[1])) if len(sent) == len(parts) else parts
+            batch, microbatches = (_count(event.get(name)) for name in ("batch", "microbatches"))
     optimizer = facts.get("optimizer")
     # Frozen parameters have no gradients, so the size in old logs is too large.
     sizes = [size_bytes, optimizer.get("parameter_bytes") if isinstance(optimizer, dict) else None]
@@ -182,6 +187,8 @@ def read_run(folder: Path) -> LoggedTimes:
         comm_bytes=next(iter(_positive(sizes)), 0.0),
         parts=parts,
         fixed_part=usual.fixed_part,
+        batch=batch,
+        microbatches=microbatches,
         link_bytes_per_s=tuple(rates),
         noise=statistics.median(noise) if noise else math.nan,
         in_force=_in_force(reports, plans) if plans else None,
@@ -216,6 +223,10 @@ def _in_force(reports: Reports, plans: list[tuple[int, Plan]]) -> InForce:
 
 def _positive(values: Sequence[Any]) -> list[float]:
     return [float(v) for v in values if isinstance(v, (int, float)) and math.isfinite(v) and v > 0]
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int and value > 0 else 0
 
 
 def tables(found: WhatIf, logged: LoggedTimes) -> tuple[Table, Table]:
@@ -345,6 +356,8 @@ def run(args: argparse.Namespace) -> int:
             reduced_part=logged.parts[0],
             pushed_part=logged.parts[1],
             fixed_part=logged.fixed_part,
+            batch=logged.batch,
+            microbatches=logged.microbatches,
             link_bytes_per_s=logged.link_bytes_per_s or None,
             noise=logged.noise,
             in_force=logged.in_force,

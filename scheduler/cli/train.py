@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scheduler.cli.collect import DEFAULT_TABLE, add_sources, logged_rows, print_line, why_none
-from scheduler.commands import check_output
+from scheduler.commands import check_output, seconds
 from scheduler.learning import dataset
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_sources(parser)
     parser.add_argument("--out", type=Path, default=Path("training_logs/models/latest"), help="folder for the model")
-    parser.add_argument("--tune-s", type=float, default=0.0, help="seconds to search for settings (default 0: none)")
+    parser.add_argument("--tune-s", type=seconds, default=0.0, help="seconds to search for settings (default 0: none)")
     parser.add_argument("--seed", type=int, default=1, help="random seed")
     parser.add_argument("--no-registry", action="store_true", help="write the folder only, without MLflow")
 

@@ -60,7 +60,6 @@ class HostHeadroom:
         return Headroom(
             free_cpu_cores=self._free_at_start(host) if math.isnan(free) else free,
             neighbours=int(max(_known(one.neighbour_ranks) for one in latest)),
-            slack_cores=min(_known(one.neighbour_slack_cores) for one in latest),
         )
 
     def _starts(self, host: str) -> bool:

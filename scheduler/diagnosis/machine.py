@@ -36,7 +36,6 @@ class MachineStats:
         own_cpu_cores: Processors that its process uses.
         usable_cpu_cores: Processors it may use.
         neighbour_ranks: Ranks of this user's other jobs on the same processors.
-        neighbour_slack_cores: Processors that those ranks can lose without their jobs getting slower.
     """
 
     throttled_share: float = math.nan
@@ -49,7 +48,6 @@ class MachineStats:
     own_cpu_cores: float = math.nan
     usable_cpu_cores: float = math.nan
     neighbour_ranks: float = math.nan
-    neighbour_slack_cores: float = math.nan
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

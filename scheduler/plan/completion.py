@@ -110,6 +110,9 @@ def _with_servers(
         chosen = tuple(_not_slow_beside(rank, hosts, slow) for rank in found.servers)
         if found.avoided:
             plan = plan.replace(reason=f"{plan.reason or 'asked for'}; its servers avoid {found.avoided}")
+        if found.slows:
+            slows = ", ".join(found.slows)
+            plan = plan.replace(reason=f"{plan.reason or 'asked for'}; its servers slow another job on {slows}")
     if active.family == "subgroup":  # Only members have the state that seeds the servers.
         chosen = tuple(rank for rank in chosen if rank in active.members) or active.members[:1]
     return plan.replace(servers=chosen)

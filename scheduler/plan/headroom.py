@@ -26,18 +26,21 @@ class Headroom:
     Attributes:
         free_cpu_cores: Idle cores, NaN if unknown.
         neighbours: Number of ranks of other jobs of the same user on these cores.
-        slack_cores: Cores that they can lose without their jobs getting slower, because they wait for other ranks.
     """
 
     free_cpu_cores: float = math.nan
     neighbours: int = 0
-    slack_cores: float = 0.0
 
     def fits(self, cores: float) -> bool:
-        """Whether neighbours keep their speed beside a process that needs `cores`; always true without neighbours."""
+        """Whether neighbours keep their speed beside a process that needs `cores`; always true without neighbours.
+
+        Only idle time counts. That a neighbour could compute more slowly without its job getting slower, because it
+        waits for other ranks (STAR), adds nothing: it sleeps while it waits, which is idle time, and would need as much
+        time of a processor in each of its steps as before.
+        """
         if not self.neighbours or math.isnan(self.free_cpu_cores):
             return True
-        return cores <= self.free_cpu_cores + self.slack_cores + _TOLERATED * self.neighbours
+        return cores <= self.free_cpu_cores + _TOLERATED * self.neighbours
 
 
 def server_cores(pushes_per_s: float, push_bytes: float) -> float:

@@ -39,7 +39,7 @@ class HostLoad:
         free_cpu_cores: Idle cores, NaN where unknown.
         link_bytes_per_s: Bandwidth of its network in each direction, NaN where unknown.
         straggling: Whether this rank is slow now.
-        neighbours, slack_cores: As in `Headroom`.
+        neighbours: As in `Headroom`.
     """
 
     rank: int
@@ -48,7 +48,6 @@ class HostLoad:
     link_bytes_per_s: float = math.nan
     straggling: bool = False
     neighbours: int = 0
-    slack_cores: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +121,6 @@ def place_on_hosts(
             link_bytes_per_s=rate if 0.0 < (rate := link_bytes_per_s[rank]) < math.inf else math.nan,
             straggling=rank in slow,
             neighbours=own.neighbours,
-            slack_cores=own.slack_cores,
         )
         for rank, own in zip(ranks, left, strict=True)
     ]
@@ -255,7 +253,6 @@ def _merge(hosts: Iterable[HostLoad]) -> list[_Host]:
             headroom=Headroom(
                 free_cpu_cores=cores[name],
                 neighbours=max(load.neighbours for load in loads),
-                slack_cores=min(load.slack_cores for load in loads),
             ),
             busy=cores[name] < min(_BUSY_CORES, _BUSY_SHARE * most_cores),
         )

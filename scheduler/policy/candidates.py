@@ -2,8 +2,8 @@
 
 All modes, with arguments taken from the expected times: as many ranks are left out as are slow at once, and groups and
 members follow speed and link, servers avoid hosts with stragglers. While no rank is slow the candidates are `sync`, the
-active plan and `partial` without one rank. `local` is offered against stragglers only, never for communication alone:
-equal ranks stay in `sync`.
+active plan and `partial` without one rank. `local` is offered against slow ranks and links only, never because a rank
+froze or for communication alone: equal ranks stay in `sync`.
 """
 
 from __future__ import annotations
@@ -190,17 +190,26 @@ def _against(
     offered = _balanced(conditions, stragglers)
     offered += [Plan.sync(n, steal=True)] if conditions.microbatches else []
     offered += _subgroups(conditions, stragglers, most)
-    offered += _grouped(conditions)
-    # Where ranks already wait for a processor, a server would take CPU time from them.
-    served = not conditions.crowded or stragglers.frozen
-    if served and (n <= _MANY or stragglers.links or stragglers.frozen):
-        offered += _servers(conditions, stragglers, hosts, most, active)
-    offered += [Plan.local(n, steps=4), Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4))]
+    servers = _server_ranks(conditions, stragglers, hosts, active)
+    if servers is not None:
+        offered += _grouped(conditions)
+        if n <= _MANY or stragglers.links or stragglers.frozen:
+            offered += _servers(conditions, stragglers, servers, most)
     if n <= _MANY:
         # The grace waits for ranks not known to be slow: a quorum of half the ranks, or of the least share if that is
         # larger, costs at most noise.
-        offered += [Plan.partial(n, max(n // 2, n - most)), Plan.local(n, steps=16)]
-    return offered
+        offered += [Plan.partial(n, max(n // 2, n - most))]
+    return offered + (_locals(conditions) if stragglers.slow or stragglers.intermittent or stragglers.links else [])
+
+
+def _locals(conditions: Conditions) -> list[Plan]:
+    """Modes without a collective in each step. An averaging waits for a frozen rank as long as steps of `sync` do."""
+    n = conditions.world_size
+    steps = (4, 16) if n <= _MANY else (4,)
+    return [
+        *(Plan.local(n, steps=count) for count in steps),
+        Plan.local(n, seconds=round(6.0 * conditions.typical_s, 4)),
+    ]
 
 
 def _with_transmission(offered: list[Plan], conditions: Conditions, active: Plan | None) -> list[Plan]:
@@ -347,19 +356,26 @@ def place(conditions: Conditions, stragglers: StragglerSummary, hosts: Sequence[
     )
 
 
-def _servers(
-    conditions: Conditions,
-    stragglers: StragglerSummary,
-    hosts: Sequence[str] | None,
-    left_out: int,
-    active: Plan | None,
-) -> list[Plan]:
-    n, placed = conditions.world_size, place(conditions, stragglers, hosts)
-    servers = placed.servers
+def _server_ranks(
+    conditions: Conditions, stragglers: StragglerSummary, hosts: Sequence[str] | None, active: Plan | None
+) -> tuple[int, ...] | None:
+    """The ranks that would run the servers of `ps` and `grouped`; None if these are not offered.
+
+    They are not where ranks wait for processors or another job would get slower, unless a rank freezes, which stops the
+    job in every other mode.
+    """
+    if conditions.crowded and not stragglers.frozen:
+        return None
     if conditions.headroom and active is not None and active.servers:
-        servers = active.servers  # They already run, so the cores they use no longer count as idle.
-    elif placed.slows and not stragglers.frozen:  # A rank that freezes stops the job in every other mode.
-        return []
+        return active.servers  # They already run, so the cores they use no longer count as idle.
+    placed = place(conditions, stragglers, hosts)
+    return None if placed.slows and not stragglers.frozen else placed.servers
+
+
+def _servers(
+    conditions: Conditions, stragglers: StragglerSummary, servers: tuple[int, ...], left_out: int
+) -> list[Plan]:
+    n = conditions.world_size
     bad = {*stragglers.slow, *stragglers.links, *stragglers.frozen}
     out = [len(bad), *stragglers.at_once]
     wanted = sorted({n - count for count in out if 0 < count <= left_out}, reverse=True)

@@ -47,7 +47,8 @@ from scheduler.diagnosis.stragglers import (
     Straggler,
     find_stragglers,
 )
-from scheduler.plan.placement import PUSH_ROUND_S, place_on_hosts
+from scheduler.plan.headroom import server_cores
+from scheduler.plan.placement import PUSH_ROUND_S, PlacementDecision, place_on_hosts
 from scheduler.policy.candidates import LEAST_SHARE, most_left_out
 from scheduler.records import Plan, Window
 from scheduler.stats import listing, lower_median
@@ -196,7 +197,7 @@ class RulePolicy:
         if found and "subgroup" in window.allowed:
             return self._subgroup(active, self._choose(found, {}), found)
         if "ps" in window.allowed:
-            return self._servers(window, active, plan.quorum, found)
+            return self._new_servers(window, active, plan.quorum, found)
         return None
 
     def _relax(self, readings: Readings, active: Plan) -> Plan | None:
@@ -398,7 +399,7 @@ class RulePolicy:
         slow = [*{**{s.rank: s for s in found}, **hard}.values()]
         left_out = self._choose(slow, hard)
         if "ps" in window.allowed and ("starved" in causes or "subgroup" not in window.allowed):
-            return self._servers(window, active, self.world_size - len(left_out), slow)
+            return self._new_servers(window, active, self.world_size - len(left_out), slow)
         if "link" in causes and "subgroup" in window.allowed:
             return self._subgroup(active, left_out, slow)
         return None
@@ -480,8 +481,14 @@ class RulePolicy:
             f"{'; '.join([*named, *calm])}: {{label}} all-reduces, gradients of {listing(sorted(left_out))} come late",
         )
 
-    def _servers(self, window: Window, active: Plan, x: int, why: Sequence[Straggler]) -> Plan:
-        placed = place_on_hosts(
+    def _new_servers(self, window: Window, active: Plan, x: int, why: Sequence[Straggler]) -> Plan | None:
+        """From a mode without servers; None if these would slow another job, unless a frozen rank stops this one."""
+        if self._place(window, why).slows and not any(straggler.silent for straggler in why):
+            return None
+        return self._servers(window, active, x, why)
+
+    def _place(self, window: Window, why: Sequence[Straggler]) -> PlacementDecision:
+        return place_on_hosts(
             range(self.world_size),
             hosts=self._hosts,
             slow={straggler.rank for straggler in why},
@@ -489,7 +496,11 @@ class RulePolicy:
             state_bytes=window.comm_bytes,
             round_s=PUSH_ROUND_S,
             headroom=window.headroom or None,
+            need_cores=server_cores(self.world_size / Readings.of(window).typical_s, window.comm_bytes),
         )
+
+    def _servers(self, window: Window, active: Plan, x: int, why: Sequence[Straggler]) -> Plan:
+        placed = self._place(window, why)
         plan = Plan.ps(
             self.world_size,
             x,

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from scheduler.balance.share_policy import FIXED
 from scheduler.cost.conditions import NOISE, Conditions
-from scheduler.cost.cost_model import rank, ring_s
+from scheduler.cost.cost_model import predict, rank, ring_s
 from scheduler.cost.priors import prior_of
 from scheduler.cost.staleness_price import StalenessPrice
 from scheduler.diagnosis.window_stats import THRESHOLD, always_slow
@@ -139,6 +139,8 @@ def what_if(
     reduced_part: float = 1.0,
     pushed_part: float = 1.0,
     fixed_part: float = math.nan,
+    batch: int = 0,
+    microbatches: int = 0,
     link_bytes_per_s: Sequence[float] | None = None,
     noise: float = math.nan,
     modes: Sequence[str] = (),
@@ -153,10 +155,12 @@ def what_if(
         reduced_part: Fraction of them that a reduction sends, below 1 with compression.
         pushed_part: The same for a push to a server or another rank.
         fixed_part: Fraction of a compute time that does not depend on the batch size, NaN if unknown.
+        batch: Samples of a rank's batch if batch shares are possible, else 0.
+        microbatches: Micro-batches of a rank in a step if others can take them over, else 0.
         link_bytes_per_s: Bandwidth of every rank, if known.
         noise: Noise scale phi in gradients of one rank, NaN if unknown.
-        modes: Names of modes, as users give them; if empty a few usual ones, with variants behind compute if links are
-            known. The modes in force and subgroups of the fast ranks are added.
+        modes: Names of modes, as users give them; if empty a few usual ones, the exact ones that are possible, and
+            variants behind compute if links are known. The modes in force and subgroups of the fast ranks are added.
         in_force: The plans that were active; without it, all steps count as steps of `sync`.
 
     Raises:
@@ -171,13 +175,12 @@ def what_if(
         times_s=times, rate=rates, comm_bytes=comm_bytes if np.isfinite(rates).all() else 0.0, starved=np.zeros(n),
         price=StalenessPrice(prior_of(comm_bytes)), noise=noise if math.isfinite(noise) else NOISE,
         reduced_part=reduced_part, pushed_part=pushed_part,
-        fixed_part=fixed_part if math.isfinite(fixed_part) else FIXED,
+        fixed_part=fixed_part if math.isfinite(fixed_part) else FIXED, batch=batch, microbatches=microbatches,
     )
     known = in_force or InForce(plans=(Plan.sync(n),), which=np.zeros(steps, dtype=np.int64), updates=np.ones(steps))
     in_sync = np.array([plan.mode == "sync" for plan in known.plans])[known.which]
     comm_s = _comm_s(wait_s, in_sync)
-    modes = modes or (*_MODES, *(_BEHIND_COMPUTE if basis.comm_bytes else ()))
-    totals = _replay(basis, comm_s, _plans(times, modes, known.plans), known)
+    totals = _replay(basis, comm_s, _plans(times, modes or _usual_modes(basis), known.plans), known)
     median = np.sort(times, axis=1)[:, (n - 1) // 2]
     return WhatIf(
         steps=round(float(known.updates.sum())),
@@ -188,6 +191,15 @@ def what_if(
         slowdown=totals.sync_s / float((totals.worth * (median + comm_s)).sum()),
         ranks=tuple(_gain(times, rank_, comm_s, totals) for rank_ in range(n)),
         modes=_mode_costs(totals, in_force),
+    )
+
+
+def _usual_modes(basis: Conditions) -> tuple[str, ...]:
+    exact = (("sync(balanced)", basis.batch), ("sync(steal)", basis.microbatches))
+    return (
+        *_MODES,
+        *(name for name, possible in exact if possible),
+        *(_BEHIND_COMPUTE if basis.comm_bytes else ()),
     )
 
 
@@ -236,15 +248,15 @@ def _gain(times: Array, rank_: int, comm_s: float, totals: _Totals) -> RankGain:
 def _replay(basis: Conditions, comm_s: float, plans: Sequence[Plan], known: InForce) -> _Totals:
     """Replay the run in chunks; relative times are weighted by the time of each chunk in `sync`."""
     totals = _Totals(worth=np.zeros(len(known.which)), relative={plan.label: np.zeros(3) for plan in plans})
-    # Communication is on the critical path of every mode, so it is added to the compute times, except for what the cost
-    # model adds itself from known links and bytes, to each mode its own.
-    beyond_s = max(0.0, comm_s - ring_s(basis)) if basis.comm_bytes > 0.0 else comm_s
+    # What the cost model does not tell from known links and bytes; it counts it for each mode as often as that has it.
+    basis = dataclasses.replace(basis, beyond_s=max(0.0, comm_s - ring_s(basis)))
     for begin in range(0, len(basis.times_s), _CHUNK):
         rows = slice(begin, begin + _CHUNK)
-        times_s = basis.times_s[rows] + beyond_s
-        found = {one.plan.label: one for one in rank(plans, dataclasses.replace(basis, times_s=times_s))}
-        under = [found[plan.label] for plan in known.plans]
-        updates, which = known.updates[rows], known.which[rows]
+        conditions = dataclasses.replace(basis, times_s=basis.times_s[rows])
+        found = {one.plan.label: one for one in rank(plans, conditions)}
+        active, which = np.unique(known.which[rows], return_inverse=True)
+        under = [predict(_as_it_ran(known.plans[index]), conditions) for index in active.tolist()]
+        updates = known.updates[rows]
         worth = updates * np.array([one.progress for one in under])[which]
         totals.worth[rows] = worth
         totals.replayed_s += float((updates * np.array([one.interval_s for one in under])[which]).sum())
@@ -253,6 +265,11 @@ def _replay(basis: Conditions, comm_s: float, plans: Sequence[Plan], known: InFo
         for label, one in found.items():
             totals.relative[label] += chunk_s * np.array([one.relative, *one.reported_interval])
     return totals
+
+
+def _as_it_ran(plan: Plan) -> Plan:
+    """The plan with the batch shares that it had; a prediction of `sync(balanced)` is for the best ones."""
+    return plan.replace(balanced=False) if plan.balanced and plan.batch_shares else plan
 
 
 def _plans(times: Array, modes: Sequence[str], in_force: Sequence[Plan]) -> list[Plan]:

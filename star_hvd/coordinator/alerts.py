@@ -71,8 +71,9 @@ class Alerts:
         if order.excused and not has_queue and not self._warned_of_uneven_loops:
             self._warned_of_uneven_loops = True
             logger.warning(
-                "ranks %s have ended their training loop while others still train: fixed shards make fast ranks wait "
-                "for slow ones; wrap the data set with star_hvd.shard, which gives slow ranks fewer batches",
+                "ranks %s wait at the end of their training loop, or in a collective of the program, while others "
+                "still train: with fixed shares of the data fast ranks wait for slow ones there; wrap the data set in "
+                "star_hvd.shard, which gives slow ranks fewer batches",
                 list(order.excused),
             )
         if order.reason == "deadline":

@@ -56,6 +56,7 @@ decision grows with the bytes it reads."""
 _OUTCOMES = 256  # Outcomes of switches kept for the report and the run log.
 _MAX_UNLOGGED_PREDICTIONS = 64  # Plans whose predictions are kept for the log.
 _SHARES = "; now "
+_RESTARTS = "a state is loaded, or parameters are added, and servers would not have them"
 _EXACT = frozenset(("sync",))  # It includes `sync(balanced)` and `sync(steal)`.
 
 
@@ -286,8 +287,8 @@ class OptimizerState:
             return
         self._plan_after_load = self._published.newest(self.active)
         if self.switching:
-            self._abandon("a state is being loaded")
-        self.publish(self._sync("a state is being loaded"), now_s)
+            self._abandon(_RESTARTS)
+        self.publish(self._sync(_RESTARTS), now_s)
 
     def server_up(self, message: ServerUp) -> None:
         """Note that a server of the pending plan is running."""

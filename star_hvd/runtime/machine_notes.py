@@ -5,21 +5,18 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 
 from star_hvd.channel.messages.base import Message
 from star_hvd.channel.messages.switch import MachineNote
 from star_hvd.modes.driver import StepDriver
 from star_hvd.telemetry.headroom import CpuHeadroom, usable_cpus
-from star_hvd.telemetry.neighbours import Neighbours, Registry, summarize
+from star_hvd.telemetry.neighbours import Registry, ranks_near
 from star_hvd.telemetry.resources import Resources, ResourceSampler, cgroup_directory
 
 __all__ = ["MachineNotes"]
 
 _START_S = 0.05  # Shortest interval of the first reading: processor time is counted in units of 10 ms.
-_LATEST = 10  # Latest wait readings, of which the minimum is taken.
-_KEPT = 600  # Wait readings, one per second, whose minimum counts as communication.
 
 
 class MachineNotes:
@@ -37,8 +34,6 @@ class MachineNotes:
         self._rank, self._send, self._drivers = rank, send, drivers
         self._sampler: ResourceSampler | None = None
         self._registry: Registry | None = None
-        self._waits: deque[float] = deque(maxlen=_KEPT)  # Under one plan.
-        self._under, self._after = (-1, -1), 0  # Optimizer and plan.
         self._headroom = CpuHeadroom(cgroup_directory())
         self._first, self._first_s = self._counters()
 
@@ -52,7 +47,7 @@ class MachineNotes:
         if self._sampler is not None:
             return
         self._registry = Registry(job, self._rank)
-        self._send(self._note(self._at_start(), Neighbours()), True)
+        self._send(self._note(self._at_start(), 0), True)
         self._sampler = ResourceSampler(on_sample=self._on_sample, gpu=gpu)
         self._sampler.start()
 
@@ -78,39 +73,17 @@ class MachineNotes:
 
     def _on_sample(self, readings: Resources) -> None:
         """Handle a sample; called once per second in the sampler's thread."""
-        near = Neighbours()
+        near = 0
         if self._registry is not None:
             cpus = usable_cpus()
-            step_s, slack_s = self._slack()
-            self._registry.write(cpus=cpus, cores=readings.cpu_share, step_s=step_s, slack_s=slack_s)
-            near = summarize(self._registry.others(), cpus)
+            self._registry.write(cpus=cpus)
+            near = ranks_near(self._registry.others(), cpus)
         self._send(self._note(readings, near), False)
         for driver in list(self._drivers.values()):
             if driver.reporter.log is not None:
                 driver.reporter.log.resources(readings)
 
-    def _slack(self) -> tuple[float, float]:
-        """Return the time of this rank's steps, and the part of it that it certainly waits for slower ranks.
-
-        The shortest wait of the last minutes under the active plan is taken as communication alone; any wait beyond it
-        is for other ranks. Waits of another plan, or of long ago, say nothing about the communication of now.
-        """
-        drivers = list(self._drivers.values())
-        if not drivers:
-            return 0.0, 0.0
-        reporter = drivers[0].reporter
-        under = reporter.number, reporter.engine.plan.plan_id
-        if under != self._under:
-            self._under = under
-            self._waits.clear()
-            self._after = reporter.steps_logged + 1  # The step under way may still be one of the plan before.
-        if reporter.steps_logged <= self._after:  # Before the first step the wait is 0.
-            return reporter.times.compute_s + reporter.wait_s, 0.0
-        self._waits.append(reporter.wait_s)
-        slack_s = min(list(self._waits)[-_LATEST:]) - min(self._waits)
-        return reporter.times.compute_s + reporter.wait_s, slack_s
-
-    def _note(self, readings: Resources, near: Neighbours) -> MachineNote:
+    def _note(self, readings: Resources, near: int) -> MachineNote:
         return MachineNote(
             throttled_share=readings.throttled_share,
             pressure_share=readings.psi_host_share,
@@ -121,6 +94,5 @@ class MachineNotes:
             free_cpu_cores=readings.free_cpu_cores,
             own_cpu_cores=readings.cpu_share,
             usable_cpu_cores=float(len(usable_cpus())),
-            neighbour_ranks=float(near.ranks),
-            neighbour_slack_cores=near.slack_cores,
+            neighbour_ranks=float(near),
         )

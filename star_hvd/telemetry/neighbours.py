@@ -1,8 +1,8 @@
 """Lets jobs of one user on one host find each other through a directory with one small file per rank, and no daemon.
 
-Once per second every rank writes what it uses and how long it waits for others, and reads what ranks of other jobs
-wrote. Files are replaced atomically and readable by their owner only; readers remove those of processes that have
-ended. Other files are counted and left alone.
+Once per second every rank writes on which processors it may run, and reads what ranks of other jobs wrote. Files are
+replaced atomically and readable by their owner only; readers remove those of processes that have ended. Other files are
+counted and left alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import psutil
 
 from star_hvd import env
 
-__all__ = ["Entry", "Neighbours", "Registry", "registry_folder", "summarize"]
+__all__ = ["Entry", "Registry", "ranks_near", "registry_folder"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -45,9 +45,6 @@ class Entry:
             if unknown, as without `/proc` and in entries of earlier versions.
         space: Its PID namespace; in another namespace its process id is meaningless.
         cpus: Processors it may run on.
-        cores: Processors it uses.
-        step_s: Time of its steps.
-        slack_s: Part of that time that it waits for slower ranks.
         written_s: When this was written, seconds since the epoch.
     """
 
@@ -57,38 +54,17 @@ class Entry:
     started_s: float
     space: int
     cpus: tuple[int, ...]
-    cores: float
-    step_s: float
-    slack_s: float
     written_s: float
     started_ticks: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Neighbours:
-    """What other jobs' ranks on this process's processors can give up.
+def ranks_near(entries: Iterable[Entry], cpus: Collection[int]) -> int:
+    """Number of entries of other jobs whose ranks run on some of `cpus`.
 
-    Attributes:
-        ranks: Number of these ranks.
-        slack_cores: Processors that they can lose without slowing their jobs.
+    What they could give up without getting slower is not asked: a rank that waits for others sleeps, so the time of its
+    waits is among the idle time of its processors already.
     """
-
-    ranks: int = 0
-    slack_cores: float = 0.0
-
-
-def summarize(entries: Iterable[Entry], cpus: Collection[int]) -> Neighbours:
-    """Sum up the entries of other jobs whose ranks run on some of `cpus`.
-
-    A rank that uses u processors in a step of time T, of which it waits s for others, needs only u (T - s) / T if it is
-    slowed down by its slack. The operating system takes processor time from all of them alike, so the smallest s / T
-    counts.
-    """
-    near = [entry for entry in entries if not set(entry.cpus).isdisjoint(cpus)]
-    if not near:
-        return Neighbours()
-    shares = [min(1.0, max(0.0, entry.slack_s / entry.step_s)) if entry.step_s > 0.0 else 0.0 for entry in near]
-    return Neighbours(ranks=len(near), slack_cores=min(shares) * sum(entry.cores for entry in near))
+    return sum(not set(entry.cpus).isdisjoint(cpus) for entry in entries)
 
 
 def registry_folder() -> Path:
@@ -123,15 +99,13 @@ class Registry:
         self._counted: set[tuple[str, int]] = set()
         self._usable = self._open()
 
-    def write(self, *, cpus: Collection[int], cores: float, step_s: float, slack_s: float) -> None:
-        """Replace this rank's entry; numbers that are not finite count as 0."""
+    def write(self, *, cpus: Collection[int]) -> None:
+        """Replace this rank's entry."""
         if not self._usable:
             return
-        values = (value if math.isfinite(value) else 0.0 for value in (cores, step_s, slack_s))
-        numbers = dict(zip(("cores", "step_s", "slack_s"), values, strict=True))
         entry = Entry(
             job=self._job, rank=self._rank, pid=os.getpid(), started_s=self._started_s, space=_space(),
-            cpus=tuple(sorted(cpus)), written_s=time.time(), started_ticks=self._started_ticks, **numbers,
+            cpus=tuple(sorted(cpus)), written_s=time.time(), started_ticks=self._started_ticks,
         )
         part = self._folder / f"{self.file_name}.part"
         try:
@@ -246,11 +220,10 @@ def _entry(values: Any) -> Entry:
         job=str(values["job"]),
         cpus=tuple(int(cpu) for cpu in values["cpus"]),
         rank=int(values["rank"]), pid=int(values["pid"]), space=int(values["space"]),
-        started_s=float(values["started_s"]), written_s=float(values["written_s"]), cores=float(values["cores"]),
-        step_s=float(values["step_s"]), slack_s=float(values["slack_s"]),
+        started_s=float(values["started_s"]), written_s=float(values["written_s"]),
         started_ticks=int(values.get("started_ticks", 0)),
     )
-    numbers = (entry.started_s, entry.started_ticks, entry.cores, entry.step_s, entry.slack_s, entry.written_s)
+    numbers = (entry.started_s, entry.started_ticks, entry.written_s)
     if entry.pid < 1 or entry.rank < 0 or not all(0.0 <= value < math.inf for value in numbers):
         raise ValueError(f"an entry has the numbers {numbers}, process {entry.pid} and rank {entry.rank}")
     return entry

@@ -196,7 +196,6 @@ class MachineNote(Message):
     own_cpu_cores: float = math.nan
     usable_cpu_cores: float = math.nan
     neighbour_ranks: float = math.nan
-    neighbour_slack_cores: float = math.nan
 
 
 @message_kind

@@ -68,6 +68,17 @@ def test_what_is_wrong_is_said_in_one_line(
     assert lines[-1].startswith(f"star-scheduler {arguments[0]}: error: ") and message in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("command", "option", "value"), [("train", "--tune-s", "-1"), ("collect", "--budget-s", "nan")]
+)
+def test_durations_are_numbers_from_0(
+    command: str, option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main.main([command, f"{option}={value}"])
+    assert f"{option}: it is '{value}'; expected seconds, at least 0" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_collect_train_and_evaluate_by_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -372,6 +383,7 @@ def test_evaluate_names_the_version_and_keeps_its_figures(
     rows = regrets(learned=0.06, champion=0.03, cost_model=0.05) * 40
     monkeypatch.setattr(evaluate, "run_scenarios", lambda *_: rows)
     monkeypatch.setenv("COLUMNS", "120")
+    (tmp_path / "challenger").mkdir()  # A folder by that name is not what is meant.
     assert main.main(["evaluate"]) == 1
     text = capsys.readouterr().out
     assert "star-tta v4 (challenger)" in text and "shipped model (no champion)" in text

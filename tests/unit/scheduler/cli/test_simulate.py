@@ -232,7 +232,7 @@ def test_communication_is_measured_in_sync(tmp_path: Path) -> None:
 def test_equal_ranks_gain_nothing(tmp_path: Path) -> None:
     times = read_run(logged(tmp_path / "run", slow=1.0))
     found = what_if(times.compute_s, times.wait_s)
-    assert found.modes[0].relative > 0.95
+    assert found.modes[0].relative > 0.9
     assert found.slowdown < 1.1
 
 
@@ -462,5 +462,6 @@ def test_batch_shares_do_not_hide_which_rank_is_slow(tmp_path: Path, fixed: bool
     found = what_if(times.compute_s, times.wait_s, in_force=times.in_force, fixed_part=times.fixed_part)
     assert found.sync_s == pytest.approx(64 * 0.21, rel=0.01)
     assert max(found.ranks, key=lambda one: one.gain).rank == 2
-    # The replay of `sync(balanced)` has the best shares, those of the run are only near them.
-    assert found.replayed_s == pytest.approx(times.seconds, rel=0.2), "shares count once"
+    # An unknown fixed part, 0 in these logs, is taken for the usual one.
+    allowed = 0.02 if fixed_part else 0.05
+    assert found.replayed_s == pytest.approx(times.seconds, rel=allowed), "shares count once, and as they were"

@@ -58,8 +58,7 @@ def test_what_ranks_use_for_their_start_counts_as_free_unless_others_want_it() -
 
 
 def test_neighbours_of_any_rank_are_the_hosts() -> None:
-    found = noted({0: 1.0}, neighbour_ranks=2.0, neighbour_slack_cores=0.5)
-    found.note(1, MachineStats(free_cpu_cores=1.0, neighbour_ranks=3.0, neighbour_slack_cores=0.25))
+    found = noted({0: 1.0}, neighbour_ranks=2.0)
+    found.note(1, MachineStats(free_cpu_cores=1.0, neighbour_ranks=3.0))
     levels = found.levels()
-    assert (levels[0].neighbours, levels[0].slack_cores) == (3, 0.25)
-    assert (levels[2].neighbours, levels[2].slack_cores) == (0, 0.0)
+    assert [level.neighbours for level in levels[:3]] == [3, 3, 0]

@@ -184,6 +184,14 @@ def test_where_most_ranks_wait_for_a_processor_no_server_takes_one_from_them() -
     assert any(plan.mode == "ps" for plan in candidates(frozen))
 
 
+def test_no_averaging_is_offered_because_a_rank_froze() -> None:
+    """It waits for a frozen rank as every collective does, so only communication would be saved."""
+    frozen = conditions(steady(4)).with_freezes(0.5, [1], [1])
+    assert "local" not in {plan.mode for plan in candidates(frozen)}
+    slow_too = conditions(steady(4, slow={2: 3.0})).with_freezes(0.5, [1], [1])
+    assert "local" in {plan.mode for plan in candidates(slow_too)}
+
+
 def test_ranks_that_freeze_hold_no_server() -> None:
     frozen = conditions(steady(4)).with_freezes(0.5, [1], [1])
     assert summarize_stragglers(frozen).frozen == (1,)
@@ -244,14 +252,12 @@ def test_servers_are_not_offered_where_they_would_slow_another_job() -> None:
 
     def found(*headroom: Headroom, hosts: str = "abcd") -> list[Plan]:
         known = dataclasses.replace(conditions(times, comm_bytes=4e7), headroom=headroom)
-        return [plan for plan in candidates(known, hosts=hosts) if plan.mode == "ps"]
+        return [plan for plan in candidates(known, hosts=hosts) if plan.family == "ps" or plan.mode == "grouped"]
 
     assert found() and found(*[Headroom()] * 4), "nothing known changes nothing"
     assert found(*[tight] * 4) == [], "all hosts are full"
-    assert {plan.servers for plan in found(tight, tight, free, tight)} == {(2,)}
+    assert {plan.servers for plan in found(tight, tight, free, tight) if plan.mode == "ps"} == {(2,)}
     assert {plan.servers for plan in found(tight, tight, tight, free)} == set(), "that one has the straggler"
-    waiting = Headroom(free_cpu_cores=0.0, neighbours=2, slack_cores=4.0)
-    assert {plan.servers for plan in found(tight, waiting, tight, tight)} == {(1,)}
     assert found(*[Headroom(free_cpu_cores=0.0)] * 4), "no other job is there"
     froze = dataclasses.replace(conditions(times, comm_bytes=4e7), headroom=(tight,) * 4, freezing=(3,))
     assert any(plan.mode == "ps" for plan in candidates(froze, hosts="abcd")), "no other mode helps there"
@@ -259,3 +265,7 @@ def test_servers_are_not_offered_where_they_would_slow_another_job() -> None:
     active = Plan.ps(4, 3, servers=(1,))
     offered = [plan for plan in candidates(served, active, hosts="abcd") if plan.mode == "ps"]
     assert len(offered) > 1 and {plan.servers for plan in offered} == {(1,)}, "they run already"
+    grouped = Plan.grouped(4, ((0, 1, 2), (3,)), servers=(1,))
+    assert grouped in candidates(served, grouped, hosts="abcd"), "so do these"
+    crowded = dataclasses.replace(conditions(times, comm_bytes=4e7), crowded=True)
+    assert {plan.mode for plan in candidates(crowded)}.isdisjoint({"ps", "grouped"}), "ranks need the processors"

@@ -48,7 +48,8 @@ def completed(wanted: Plan, active: Plan) -> Plan:
 
 
 def run(
-    n: int, state: State, steps: int, *, allowed: frozenset[str] = frozenset(MODES), every: int = 1, **settings: object
+    n: int, state: State, steps: int, *, allowed: frozenset[str] = frozenset(MODES), every: int = 1,
+    headroom: tuple[Headroom, ...] = (), **settings: object,
 ) -> list[tuple[int, Plan]]:
     """The changes of plan of a job whose ranks report every step, asked every `every` steps.
 
@@ -58,7 +59,8 @@ def run(
     changes = []
     for step in range(1, steps + 1, every):
         ranks = tuple(stats(rank, state, step) for rank in range(n))
-        wanted = policy.decide(Window(step=step, ranks=ranks, comm_bytes=GRADIENT_BYTES, allowed=allowed), plan)
+        window = Window(step=step, ranks=ranks, comm_bytes=GRADIENT_BYTES, allowed=allowed, headroom=headroom)
+        wanted = policy.decide(window, plan)
         if wanted is not None:
             assert wanted.plan_id == plan.plan_id + 1 and wanted.mode in allowed
             assert wanted.reason and "{" not in wanted.reason
@@ -77,6 +79,14 @@ def without(*modes: str) -> frozenset[str]:
 
 def slow_link(rank: int, begin: int = 0, end: int = 10**9, factor: float = 0.1) -> State:
     return lambda r, k: {"link": factor} if r == rank and begin <= k < end else {}
+
+
+def test_no_server_starts_where_it_would_slow_another_job() -> None:
+    tight, free = Headroom(free_cpu_cores=0.0, neighbours=2), Headroom(free_cpu_cores=4.0, neighbours=2)
+    given = {"allowed": without("subgroup"), "hosts": ["a", "b", "c", "d"]}
+    assert run(4, slow_link(0), 120, headroom=(tight,) * 4, **given) == []
+    ((_, plan),) = run(4, slow_link(0), 120, headroom=(tight, tight, free, free), **given)
+    assert set(plan.servers) <= {2, 3}
 
 
 def test_a_slow_link_leaves_the_all_reduce() -> None:

@@ -121,7 +121,7 @@ def test_uneven_loops_without_a_work_queue_are_told_once(caplog: pytest.LogCaptu
     for step in range(3):
         job.arrive(0, step), job.arrive(1, step)
         assert [order.step for order in only(job.tick(), m.CloseStep)] == [step]
-    assert caplog.text.count("ranks [2] have ended their training loop") == 1
+    assert caplog.text.count("ranks [2] wait at the end of their training loop") == 1
     fed = Job()
     fed.register(Plan.sync(3))
     fed.say(0, LeaseAsk(0, 0, 10, 4, False, 0))

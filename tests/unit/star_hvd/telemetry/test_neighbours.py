@@ -20,10 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from star_hvd.telemetry.neighbours import Entry, Neighbours, Registry, registry_folder, summarize
+from star_hvd.telemetry.neighbours import Entry, Registry, ranks_near, registry_folder
 
-ENTRY = Entry(job="b", rank=0, pid=1, started_s=0.0, space=0, cpus=(0, 1), cores=1.0, step_s=0.1, slack_s=0.0,
-              written_s=0.0)  # fmt: skip
+ENTRY = Entry(job="b", rank=0, pid=1, started_s=0.0, space=0, cpus=(0, 1), written_s=0.0)
 
 
 def entry(**changes: object) -> Entry:
@@ -47,11 +46,11 @@ def test_two_jobs_see_each_other_and_not_themselves(tmp_path: Path) -> None:
     folder = tmp_path / "jobs"
     one, two = Registry("a", 0, folder), Registry("b", 3, folder)
     two.file_name = "other.json"
-    one.write(cpus={0, 1}, cores=0.5, step_s=0.1, slack_s=0.02)
-    two.write(cpus={1}, cores=math.nan, step_s=0.2, slack_s=0.0)
+    one.write(cpus={0, 1})
+    two.write(cpus={1})
     (seen,), (other,) = one.others(), two.others()
-    assert (seen.job, seen.rank, seen.cpus, seen.cores, seen.step_s) == ("b", 3, (1,), 0.0, 0.2)
-    assert (other.job, other.cores, other.slack_s) == ("a", 0.5, 0.02)
+    assert (seen.job, seen.rank, seen.cpus) == ("b", 3, (1,))
+    assert (other.job, other.rank, other.cpus) == ("a", 0, (0, 1))
     two.close()
     assert one.others() == [] and sorted(path.name for path in folder.iterdir()) == [one.file_name]
 
@@ -59,7 +58,7 @@ def test_two_jobs_see_each_other_and_not_themselves(tmp_path: Path) -> None:
 def test_only_the_user_can_read_and_write(tmp_path: Path) -> None:
     folder = tmp_path / "jobs"
     registry = Registry("a", 0, folder)
-    registry.write(cpus={0}, cores=1.0, step_s=0.1, slack_s=0.0)
+    registry.write(cpus={0})
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()] == [0o600]
 
@@ -76,7 +75,7 @@ def test_a_directory_that_is_not_the_users_own_is_not_used(kind: str, tmp_path: 
         folder.mkdir()
         folder.chmod(0o777)
     registry = Registry("a", 0, folder)
-    registry.write(cpus={0}, cores=1.0, step_s=0.1, slack_s=0.0)
+    registry.write(cpus={0})
     assert registry.others() == [] and (kind == "a file" or not list(folder.iterdir()))
 
 
@@ -92,7 +91,7 @@ def test_entries_of_ended_processes_are_removed(tmp_path: Path) -> None:
 
 
 def write_entry(registry: Registry) -> None:
-    registry.write(cpus={0}, cores=1.0, step_s=0.1, slack_s=0.0)
+    registry.write(cpus={0})
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, ahead_s: float) -> None:
@@ -161,7 +160,7 @@ def test_any_change_of_a_file_gives_an_entry_or_a_counted_drop(values: dict[str,
         put(Path(folder) / "jobs", "1.json", {**running(), **values})
         found = registry.others()
     for one in found:
-        assert all(math.isfinite(value) for value in (one.cores, one.step_s, one.slack_s, one.written_s))
+        assert math.isfinite(one.started_s) and math.isfinite(one.written_s)
     of_another_process = values.keys() & {"job", "pid", "started_s", "started_ticks", "space", "written_s"}
     assert len(found) + registry.dropped == 1 or of_another_process
 
@@ -176,7 +175,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
         size = 1
         while not stop.is_set():
             size = size % 200 + 1  # Files of changing length show a tear.
-            writer.write(cpus=range(size), cores=1.0, step_s=0.1, slack_s=0.0)
+            writer.write(cpus=range(size))
 
     threads = [threading.Thread(target=write, args=(writer,)) for writer in writers]
     for thread in threads:
@@ -210,17 +209,15 @@ def test_a_directory_that_is_removed_is_made_again(tmp_path: Path) -> None:
     folder = tmp_path / "jobs"
     registry, other = Registry("a", 0, folder), Registry("b", 0, folder)
     other.file_name = "other.json"
-    registry.write(cpus={0}, cores=1.0, step_s=0.1, slack_s=0.0)
+    registry.write(cpus={0})
     shutil.rmtree(folder)
     assert other.others() == []
     for _ in range(2):
-        registry.write(cpus={0}, cores=1.0, step_s=0.1, slack_s=0.0)
+        registry.write(cpus={0})
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [one.job for one in other.others()] == ["a"]
 
 
-def test_what_neighbours_can_give_up() -> None:
-    assert summarize([], {0}) == Neighbours() == summarize([entry(cpus=(2, 3))], {0, 1})
-    assert summarize([entry(slack_s=0.025), entry(rank=1, slack_s=0.05)], {1}) == Neighbours(ranks=2, slack_cores=0.5)
-    assert summarize([entry(slack_s=0.05), entry(rank=1)], {0}).slack_cores == 0.0, "one of them cannot wait"
-    assert summarize([entry(slack_s=0.05, step_s=0.0)], {0}) == Neighbours(ranks=1)
+def test_ranks_on_the_same_processors_are_near() -> None:
+    assert ranks_near([], {0}) == 0 == ranks_near([entry(cpus=(2, 3))], {0, 1})
+    assert ranks_near([entry(), entry(rank=1), entry(cpus=(0, 2))], {1}) == 2
