@@ -34,6 +34,7 @@ from scheduler.redact import redacted
 from scheduler.run_events import other_schema, read_description, read_run_file
 from scheduler.simulator.reports import Reports, read_reports
 from scheduler.simulator.whatif import InForce, WhatIf, what_if
+from scheduler.transmission.behind_compute import EDGE
 
 __all__ = ["LoggedTimes", "add_arguments", "draw", "find_run", "read_run", "run", "tables"]
 
@@ -57,6 +58,7 @@ class LoggedTimes:
         compute_s: Compute times of usual batches, shape (n_steps, n_ranks).
         wait_s: Waits, same shape, NaN where unknown.
         comm_bytes: Gradient bytes, 0 if unknown.
+        edge_part: Fraction of them that compute cannot hide at servers; the last one logged.
         parts: Fractions of them that a reduction and a push send, below 1 with compression; the last ones logged.
         fixed_part: Fraction of a rank's time that does not depend on its batch size, NaN if unknown.
         batch: Samples of a rank's batch if batch shares are possible, else 0; the last one logged.
@@ -70,6 +72,7 @@ class LoggedTimes:
     compute_s: Any
     wait_s: Any
     comm_bytes: float = 0.0
+    edge_part: float = EDGE
     parts: tuple[float, float] = (1.0, 1.0)
     fixed_part: float = math.nan
     batch: int = 0
@@ -162,7 +165,7 @@ def read_run(folder: Path) -> LoggedTimes:
     plans: list[tuple[int, Plan]] = []
     noise: list[float] = []
     rates: list[float] = []
-    parts, size_bytes, batch, microbatches = (1.0, 1.0), 0.0, 0, 0
+    parts, edge_part, size_bytes, batch, microbatches = (1.0, 1.0), EDGE, 0.0, 0, 0
     for event in events:
         kind = event.get("kind")
         if kind == "facts" and isinstance(event.get("values"), dict):
@@ -177,6 +180,7 @@ def read_run(folder: Path) -> LoggedTimes:
             size_bytes = next(iter(_positive([event.get("comm_bytes")])), size_bytes)
             sent = _positive([event.get("reduced_part"), event.get("pushed_part")])
             parts = (min(1.0, sent[0]), min(1.0, sent[1])) if len(sent) == len(parts) else parts
+            edge_part = min(1.0, next(iter(_positive([event.get("edge_part")])), edge_part))
             batch, microbatches = (_count(event.get(name)) for name in ("batch", "microbatches"))
     optimizer = facts.get("optimizer")
     # Frozen parameters have no gradients, so the size in old logs is too large.
@@ -185,6 +189,7 @@ def read_run(folder: Path) -> LoggedTimes:
         compute_s=reports.compute_s,
         wait_s=reports.wait_s,
         comm_bytes=next(iter(_positive(sizes)), 0.0),
+        edge_part=edge_part,
         parts=parts,
         fixed_part=usual.fixed_part,
         batch=batch,
@@ -353,6 +358,7 @@ def run(args: argparse.Namespace) -> int:
             logged.compute_s,
             logged.wait_s,
             comm_bytes=logged.comm_bytes,
+            edge_part=logged.edge_part,
             reduced_part=logged.parts[0],
             pushed_part=logged.parts[1],
             fixed_part=logged.fixed_part,

@@ -28,6 +28,7 @@ from scheduler.diagnosis.window_stats import THRESHOLD, always_slow
 from scheduler.plan.mode_names import parse_mode
 from scheduler.plan.plan import Plan
 from scheduler.stats import lower_median
+from scheduler.transmission.behind_compute import EDGE
 
 __all__ = ["InForce", "ModeCost", "RankGain", "WhatIf", "what_if"]
 
@@ -36,7 +37,10 @@ Array = npt.NDArray[np.float64]
 _MODES = ("sync", "partial", "ps", "asgd", "ps(dynamic)", "grouped(2)", "local(4)")
 _BEHIND_COMPUTE = ("ps(background)", "local(4,background)")  # Added if transfers can be priced.
 _CHUNK = 32
-"""Steps replayed together: more than a rotating straggler stays on a rank, fewer than a phase of training."""
+"""Steps replayed together, and least number for a mean of waits: more than a rotating straggler stays on a rank, fewer
+than a phase of training."""
+
+_NO_PAUSE = 0.98  # Share of the waits that are no pause, such as that for a checkpoint; longer ones count as much as this.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +140,7 @@ def what_if(
     wait_s: Array | None = None,
     *,
     comm_bytes: float = 0.0,
+    edge_part: float = EDGE,
     reduced_part: float = 1.0,
     pushed_part: float = 1.0,
     fixed_part: float = math.nan,
@@ -152,6 +157,7 @@ def what_if(
         compute_s: Compute times of batches of the usual size, shape (n_steps, n_ranks).
         wait_s: Waits, same shape, NaN if unknown; the shortest of a step is its communication.
         comm_bytes: Gradient bytes; 0 to take communication from the waits alone.
+        edge_part: Fraction of them that compute cannot hide at servers, see `Conditions`.
         reduced_part: Fraction of them that a reduction sends, below 1 with compression.
         pushed_part: The same for a push to a server or another rank.
         fixed_part: Fraction of a compute time that does not depend on the batch size, NaN if unknown.
@@ -174,7 +180,7 @@ def what_if(
     basis = Conditions(
         times_s=times, rate=rates, comm_bytes=comm_bytes if np.isfinite(rates).all() else 0.0, starved=np.zeros(n),
         price=StalenessPrice(prior_of(comm_bytes)), noise=noise if math.isfinite(noise) else NOISE,
-        reduced_part=reduced_part, pushed_part=pushed_part,
+        edge_part=edge_part, reduced_part=reduced_part, pushed_part=pushed_part,
         fixed_part=fixed_part if math.isfinite(fixed_part) else FIXED, batch=batch, microbatches=microbatches,
     )
     known = in_force or InForce(plans=(Plan.sync(n),), which=np.zeros(steps, dtype=np.int64), updates=np.ones(steps))
@@ -218,8 +224,9 @@ def _mode_costs(totals: _Totals, in_force: InForce | None) -> tuple[ModeCost, ..
 def _comm_s(wait_s: Array | None, in_sync: npt.NDArray[np.bool_]) -> float:
     """Communication time of a step: the shortest wait, 0 if none is known.
 
-    Steps of `sync` are preferred: under servers and `local` ranks wait for something else. If there are few, they are
-    the first of the run, which starting servers may slow down: then the lower quartile is used instead of the median.
+    Steps of `sync` are preferred: under servers and `local` ranks wait for something else. The mean counts, since the sum
+    is what a run takes, and waits are skewed: on a busy machine the median was 0.6 of it. Its longest ones are pauses. If
+    there are few steps, they are the first of the run, which starting servers may slow down: then the lower quartile.
     """
     if wait_s is None:
         return 0.0
@@ -227,8 +234,10 @@ def _comm_s(wait_s: Array | None, in_sync: npt.NDArray[np.bool_]) -> float:
     known = np.isfinite(waits)
     for rows in (known.all(axis=1) & in_sync, known.all(axis=1), known.any(axis=1)):
         if rows.any():
-            quantile = 0.5 if np.count_nonzero(rows) >= _CHUNK else 0.25
-            return float(np.quantile(np.nanmin(waits[rows], axis=1), quantile))
+            shortest = np.nanmin(waits[rows], axis=1)
+            if len(shortest) < _CHUNK:
+                return float(np.quantile(shortest, 0.25))
+            return float(np.minimum(shortest, np.quantile(shortest, _NO_PAUSE)).mean())
     return 0.0
 
 
