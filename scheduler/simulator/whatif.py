@@ -40,7 +40,7 @@ _CHUNK = 32
 """Steps replayed together, and least number for a mean of waits: more than a rotating straggler stays on a rank, fewer
 than a phase of training."""
 
-_NO_PAUSE = 0.98  # Share of the waits that are no pause, such as that for a checkpoint; longer ones count as much as this.
+_NO_PAUSE = 0.98  # Share of the waits that are no pause, such as that for a checkpoint; longer ones count like it.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,9 +224,9 @@ def _mode_costs(totals: _Totals, in_force: InForce | None) -> tuple[ModeCost, ..
 def _comm_s(wait_s: Array | None, in_sync: npt.NDArray[np.bool_]) -> float:
     """Communication time of a step: the shortest wait, 0 if none is known.
 
-    Steps of `sync` are preferred: under servers and `local` ranks wait for something else. The mean counts, since the sum
-    is what a run takes, and waits are skewed: on a busy machine the median was 0.6 of it. Its longest ones are pauses. If
-    there are few steps, they are the first of the run, which starting servers may slow down: then the lower quartile.
+    Steps of `sync` are preferred: under servers and `local` ranks wait for something else. The mean counts, since the
+    sum is what a run takes, and waits are skewed: on a busy machine the median was 0.6 of it. If there are few steps,
+    they are the first of the run, which starting servers may slow down: then it is the lower quartile.
     """
     if wait_s is None:
         return 0.0
