@@ -28,6 +28,7 @@ from scheduler.diagnosis.window_stats import always_slow, slow_limit_s
 from scheduler.plan.completion import with_groups
 from scheduler.plan.plan import LOCAL_COPIES, Plan
 from scheduler.plan.transmission import Transmission
+from scheduler.rules.local_walk import steps_between_averagings
 from scheduler.rules.microbatches import TRANSFER_S, moves, stolen_makespan
 from scheduler.rules.step_layout import grain
 from scheduler.rules.weights import damped, damping_scale
@@ -332,8 +333,8 @@ def part_behind_compute(plan: Plan, conditions: Conditions) -> float:
         times_s = [conditions.times_s + _way_s(one, conditions) for one in both]
         step_s = [float(np.sort(each_s.mean(axis=0))[last]) for each_s in times_s]
     elif plan.mode == "local":
-        count = float(plan.local_steps) or max(1.0, plan.local_s / conditions.typical_s)
-        walk_s, averaging_s = count * float(conditions.usual_s.max()), _averaging_s(conditions)
+        counts, averaging_s = steps_between_averagings(plan, conditions.usual_s), _averaging_s(conditions)
+        walk_s = float((counts * conditions.usual_s).max())
         step_s = [walk_s + averaging_s, walk_s + float(averaging_left_s(averaging_s, walk_s))]
     else:
         return 1.0
@@ -394,16 +395,14 @@ def _group_flow(plan: Plan, conditions: Conditions, times: Array, way_s: float) 
 def _local(plan: Plan, conditions: Conditions) -> Flow:
     """Walks of `count` steps, whose sums average out intermittent slowness."""
     times, n = conditions.times_s, conditions.world_size
+    counts = steps_between_averagings(plan, conditions.usual_s)
+    count = float(counts.mean())
     if plan.local_steps:
-        count = float(plan.local_steps)
         starts = range(0, len(times), 4)
         walks = [np.resize(np.roll(times, -i, axis=0), (plan.local_steps, n)).sum(axis=0) for i in starts]
         walk_s = float(np.mean([walk.max() for walk in walks]))
-        counts = np.full(n, count)
     else:
-        counts = np.maximum(1.0, np.floor(plan.local_s / conditions.usual_s))
         walk_s = float((counts * conditions.usual_s).max())
-        count = float(counts.mean())
     averaging_s, behind = _averaging_s(conditions), 0.0
     if plan.in_background(conditions.background):
         behind = float(steps_behind(averaging_s, walk_s, count))

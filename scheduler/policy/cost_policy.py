@@ -51,6 +51,7 @@ from scheduler.policy.loss_stretches import LossStretches
 from scheduler.policy.ski_rental import SkiRental
 from scheduler.policy.switch_outcome import CostFactors, ModeBackoff, OutcomeCheck, SlownessProfile, SwitchOutcome
 from scheduler.records import Window
+from scheduler.rules.local_walk import steps_between_averagings
 from scheduler.transmission.behind_compute import WORTH
 
 __all__ = ["CostPolicy", "Ranker"]
@@ -202,7 +203,8 @@ class CostPolicy:
             return None
         stragglers = summarize_stragglers(conditions, self._least_share)
         self._now = (window, active, stragglers)
-        self._profile, self._factors = SlownessProfile.of(conditions, stragglers.links), _factors(active, conditions)
+        self._profile = SlownessProfile.of(conditions, stragglers.links)
+        self._factors = _factors(active, conditions)
         self._check.set_normalized_step(self._factors.normalized_step, stragglers.links)
         back = self._revert(window, conditions, active)
         if back is not None:
@@ -732,8 +734,8 @@ def _just_lost_s(conditions: Conditions, active: Plan, plan: Plan) -> float:
 
 
 def _steps_per_report(plan: Plan, conditions: Conditions) -> float:
-    """Steps of a rank per global step; predictions are per step of a rank."""
-    return plan.steps_per_report(float(conditions.usual_s.min()))
+    """Mean steps of a rank per global step of a job; predictions are per step of a rank."""
+    return float(steps_between_averagings(plan, conditions.usual_s).mean())
 
 
 def _steps_counted(window: Window, active: Plan, conditions: Conditions) -> float:

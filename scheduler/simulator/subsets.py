@@ -9,6 +9,7 @@ import numpy as np
 
 from scheduler.cost.progress import alignment, local_drift
 from scheduler.plan.plan import Plan
+from scheduler.rules.local_walk import another_step_fits
 from scheduler.simulator.base import Mode, State, StepMode
 from scheduler.simulator.machines import Array, Flags
 from scheduler.transmission.behind_compute import averaging_left_s, steps_behind
@@ -96,8 +97,7 @@ class Local(Mode):
             state.report(where)
             done += working
             end_s = np.where(working, machines.finish_s, end_s)
-            # A rank stops when its next step, if as long as the last one, would not fit.
-            fits = machines.finish_s + machines.duration_s <= (begin_s + self.local_s)[:, None]
+            fits = another_step_fits(machines.finish_s - begin_s[:, None], machines.duration_s, self.local_s[:, None])
             working &= np.where((self.local_steps > 0)[:, None], done < self.local_steps[:, None], fits)
             where = np.flatnonzero(working)
             if not len(where):

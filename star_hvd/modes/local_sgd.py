@@ -1,6 +1,6 @@
 """`local(H)`: every rank steps on its own; after H steps, or H seconds, parameters and optimizer state are averaged.
 
-A rank makes at least one step, and stops once a step as long as its last one would not fit into the seconds.
+How many steps fit into the seconds is said by `scheduler.rules.local_walk`.
 
 The average is weighted by the samples behind each rank's steps since the last one, so a rank that made fewer steps
 counts less. Momentum and Adam's moments are averaged with the same weights: they are linear in the gradients or their
@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from scheduler.records import Plan
+from scheduler.rules.local_walk import another_step_fits
 from star_hvd.engine.buckets import Bucket, set_weight
 from star_hvd.engine.device import AVERAGED, DONE, PARAMS, Fence
 from star_hvd.engine.records import Result
@@ -55,7 +56,6 @@ __all__ = ["LocalSteps"]
 
 _SLICE_S = 1.0  # Longest wait for the helper without another look.
 _STEPS_KEPT = 512  # Number of this rank's latest steps for which it is known which averages lack them.
-_FITS = 0.75  # Part of a step that has to fit into the time of `local(2.5s)`.
 _LEAST_WEIGHT = 1e-3  # Weight of a rank without a step since the last averaging; if no rank made one, nothing changes.
 
 
@@ -211,16 +211,12 @@ class LocalSteps:
         return flat
 
     def _due(self) -> bool:
-        """Whether this rank averages now: once a step as long as the last one would end too late.
-
-        The others wait at the averaging for the last rank, so one that stepped on would hold them up. A step may end
-        late by a quarter of it, or chance would decide where a number of steps just fits.
-        """
+        """Whether this rank averages now: once a step as long as the last one would end too late."""
         plan, now_s = self._engine.plan, time.monotonic()
         last_s, self._ended_s = now_s - max(self._began_s, self._ended_s), now_s
         if plan.local_steps:
             return self._steps >= plan.local_steps
-        return now_s - self._began_s + _FITS * last_s > plan.local_s
+        return not another_step_fits(now_s - self._began_s, last_s, plan.local_s)
 
     def average(self) -> None:
         """Average with all ranks now, and wait for them."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.cost.cost_model import Prediction
+from scheduler.cost.cost_model import Prediction, predict
 from scheduler.plan.plan import Plan
 from scheduler.policy.cost_policy import CostPolicy, _held_as
 from scheduler.policy.switch_outcome import (
@@ -480,6 +480,19 @@ def test_steps_beside_a_preparation_are_no_reference(warmed: bool) -> None:
         now_s += 0.6
         policy.watch(window(calm, end=step, now_s=now_s), SYNC)
     assert policy._check.measured_s(policy._factors) > 0.12, "later on, slow steps are the plan's"
+
+
+def test_averagings_progress_by_the_ranks_mean_number_of_steps() -> None:
+    """In `local(0.6s)` two ranks make six steps and two make one: an averaging is worth 3.5 steps, not six."""
+    policy, local = CostPolicy(4), Plan.local(4, seconds=0.6, plan_id=1)
+    for averaging in range(40, 140):
+        times = np.tile([0.1, 0.1, 0.4, 0.4], (32, 1))
+        policy.decide(window(times, end=averaging, now_s=0.602 * averaging), local)
+    assert policy._conditions is not None
+    found = predict(local, policy._conditions)
+    assert policy._check.measured_s(policy._factors) == pytest.approx(0.602 / 3.5 / found.progress, rel=0.02)
+    rated = next(one for one in policy.last if one.plan.label == local.label)
+    assert rated.relative == pytest.approx(found.relative, rel=0.02), "it takes what it was predicted to take"
 
 
 # ---- measured and predicted, compared -------------------------------------------------------------------------------
