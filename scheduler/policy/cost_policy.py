@@ -204,7 +204,7 @@ class CostPolicy:
         stragglers = summarize_stragglers(conditions, self._least_share)
         self._now = (window, active, stragglers)
         self._profile = SlownessProfile.of(conditions, stragglers.links)
-        self._factors = _factors(active, conditions)
+        self._factors = _factors(window, active, conditions)
         self._check.set_normalized_step(self._factors.normalized_step, stragglers.links)
         back = self._revert(window, conditions, active)
         if back is not None:
@@ -421,10 +421,11 @@ class CostPolicy:
         price_s = self._price_s(conditions, active, best.plan)
         near_by = [p for p in sane if _same_family(active, p.plan)]
         free = _preferred(near_by, gain) if near_by else now
-        near = self._near(window, free, now, _just_lost_s(conditions, active, free.plan)) if free is not best else None
+        counted, just_lost_s = _steps_counted(window, active, conditions), _just_lost_s(conditions, active, free.plan)
+        near = self._near(window, free, now, counted, just_lost_s) if free is not best else None
         if best.plan.mode == "ps":
             self._rental.lost_s += lost_s  # Time lost to freezes, which servers would have avoided.
-        if self._rental.pays(window.step, self._loss_s(best, now) * _steps_per_report(active, conditions), price_s):
+        if self._rental.pays(window.step, counted * self._loss_s(best, now), price_s):
             # A gain of a few percent over the almost free candidate does not justify the price.
             worth = best.relative < (1.0 - self._least_gain) * free.relative
             return self._go(window, best if worth else free, active, now, stragglers)
@@ -471,18 +472,20 @@ class CostPolicy:
         offered = candidates(conditions, allowed=("ps",), hosts=self._hosts, stragglers=expected)
         return next((plan for plan in offered if plan.mode == "ps"), None)
 
-    def _near(self, window: Window, free: Prediction, now: Prediction, just_lost_s: float) -> Prediction | None:
+    def _near(
+        self, window: Window, free: Prediction, now: Prediction, counted: float, just_lost_s: float
+    ) -> Prediction | None:
         """The best plan that costs almost nothing to switch to, once a switch to it pays."""
         if free is now or not free.relative < (1.0 - self._least_gain) * now.relative:
             self._near_rental.reset(window.step)
             return None
-        loss_s = self._loss_s(free, now)
+        loss_s = counted * self._loss_s(free, now)
         once_s = max(0.0, just_lost_s - loss_s)
         return free if self._near_rental.pays(window.step, loss_s, _SWITCH_S, once_s=once_s) else None
 
     @staticmethod
     def _loss_s(best: Prediction, now: Prediction) -> float:
-        """Seconds that a step of the active plan loses against a better plan."""
+        """Seconds that a rank's step of the active plan loses against a better plan."""
         return now.interval_s * (1.0 - best.relative / now.relative)
 
     def _reset_rentals(self, window: Window) -> None:
@@ -589,7 +592,7 @@ class CostPolicy:
         if expected is None or active.plain:
             return None
         plans = {one.label: one for one in (active, expected.replaced, Plan.sync(self.world_size))}
-        outcome = self._check.judge({label: _factors(one, conditions) for label, one in plans.items()})
+        outcome = self._check.judge({label: _factors(window, one, conditions) for label, one in plans.items()})
         if outcome is None:
             return None
         self._outcome = outcome
@@ -641,9 +644,9 @@ class CostPolicy:
         return "".join(parts)
 
 
-def _factors(plan: Plan, conditions: Conditions) -> CostFactors:
-    """The factors that convert measurements of a plan to current conditions."""
-    found, steps = predict(plan, conditions), _steps_per_report(plan, conditions)
+def _factors(window: Window, plan: Plan, conditions: Conditions) -> CostFactors:
+    """The factors that convert measurements of a plan, per step of the window, to current conditions."""
+    found, steps = predict(plan, conditions), _steps_counted(window, plan, conditions)
     frozen_s = 0.0 if plan.mode == "ps" else conditions.frozen_s
     unfrozen = predict(plan, dataclasses.replace(conditions, frozen_s=0.0)) if frozen_s else found
     normalized_step = unfrozen.interval_s * steps / conditions.typical_s
@@ -738,6 +741,7 @@ def _steps_per_report(plan: Plan, conditions: Conditions) -> float:
     return float(steps_between_averagings(plan, conditions.usual_s).mean())
 
 
-def _steps_counted(window: Window, active: Plan, conditions: Conditions) -> float:
-    """Steps of a rank per step of the window, which counts those between two averagings of `local` or does not."""
-    return 1.0 if window.counts_local else _steps_per_report(active, conditions)
+def _steps_counted(window: Window, plan: Plan, conditions: Conditions) -> float:
+    """Mean steps of a rank per step of the window, which counts the fastest rank's in `local` or only averagings."""
+    counts = steps_between_averagings(plan, conditions.usual_s)
+    return float(counts.mean() / (counts.max() if window.counts_local else 1.0))

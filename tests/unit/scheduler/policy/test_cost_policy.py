@@ -117,6 +117,36 @@ def test_a_process_set_is_paid_for_once() -> None:
     assert first >= 6 and second == 1, "50 ms are lost with each step, and a set takes 300"
 
 
+@pytest.mark.parametrize("better", [{"subgroup": 0.5}, {"subgroup": 0.5, "partial": 0.7}])
+def test_the_loss_of_an_averaging_is_that_of_its_steps(better: dict[str, float]) -> None:
+    """Whether a window counts averagings, as in a job, or the steps between them, as in the simulator."""
+
+    def ranker(offered: Sequence[Plan], conditions: Conditions, win: Window, active: Plan) -> list[Prediction]:
+        found = [
+            Prediction(plan=p, relative=better.get(p.mode, 0.9), low=0.4, high=1.0, interval_s=0.01, progress=1.0,
+                       drift=0.0, reach=1.0)
+            for p in offered
+        ]  # fmt: skip
+        return sorted(found, key=lambda p: p.relative)
+
+    local, allowed = Plan.local(8, steps=4, plan_id=1), ("sync", "local", *better)
+
+    def averagings_until_a_switch(each: int, *, counts_local: bool) -> int:
+        policy = CostPolicy(8, ranker=ranker)
+        for count in range(1, 100):
+            end = 400 + each * count
+            seen = window(steady(8, slow=SLOW), end=end, allowed=allowed, counts_local=counts_local)
+            plan = policy.decide(seen, local)
+            if plan is not None:
+                assert plan.mode == list(better)[-1], "the one that costs less to switch to"
+                return count
+        raise AssertionError("no switch")
+
+    in_a_job = averagings_until_a_switch(1, counts_local=False)
+    simulated = averagings_until_a_switch(4, counts_local=True)
+    assert in_a_job > 1 and abs(in_a_job - simulated) <= 1, "the first loss counts as that of a window's step"
+
+
 def test_both_of_two_and_causes_are_named() -> None:
     policy = CostPolicy(8)
     both = window(steady(8, slow={2: 3.0, 3: 3.0}), starved={2: 0.9, 3: 0.9}, end=40)

@@ -495,6 +495,19 @@ def test_averagings_progress_by_the_ranks_mean_number_of_steps() -> None:
     assert rated.relative == pytest.approx(found.relative, rel=0.02), "it takes what it was predicted to take"
 
 
+@pytest.mark.parametrize("local", [Plan.local(4, steps=4, plan_id=1), Plan.local(4, seconds=0.6, plan_id=1)])
+def test_simulated_steps_between_averagings_are_not_counted_twice(local: Plan) -> None:
+    """A window of a job counts averagings, one of the simulator the steps of the fastest rank."""
+    times, found = np.tile([0.1, 0.1, 0.4, 0.4], (32, 1)), []
+    for counts_local, each in ((False, 1), (True, local.local_steps or 6)):
+        policy = CostPolicy(4)
+        for averaging in range(150, 250):
+            seen = window(times, end=each * averaging, now_s=1.6 * averaging, counts_local=counts_local)
+            policy.decide(seen, local)
+        found.append(policy._check.measured_s(policy._factors))
+    assert found[1] == pytest.approx(found[0], rel=0.02)
+
+
 # ---- measured and predicted, compared -------------------------------------------------------------------------------
 
 
