@@ -216,7 +216,7 @@ def _in_force(reports: Reports, plans: list[tuple[int, Plan]]) -> InForce:
     """The active plan and the number of updates of every row."""
     first = [step for step, _ in plans]
     which = np.array([max(0, bisect.bisect_right(first, step) - 1) for step in reports.steps.tolist()])
-    # In `local` a global step is an averaging after several steps of a rank.
+    # In `local` a global step is an averaging after several steps of a rank; costs are per mean step of the ranks.
     local = np.array([plan.mode == "local" for _, plan in plans])[which]
     steps = np.diff(reports.steps, append=reports.steps[-1] + 1)
     return InForce(

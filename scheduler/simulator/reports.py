@@ -29,7 +29,8 @@ class Reports:
 
     Attributes:
         steps: Global step of every row, ascending; with gaps, as servers make updates that no rank reports.
-        own_steps: Most reports of one rank for the row's step; above 1 between two averagings of `local`.
+        own_steps: Mean reports of a rank for the row's step, 0 of one that made none; above 1 between two averagings of
+            `local`.
         compute_s: Shape (n_rows, n_ranks): mean of a rank's reports, or its previous value if it made none (late);
             under batch shares of a batch of the usual size.
         wait_s: Same shape; NaN if unknown, and for late gradients, which do not wait.
@@ -100,7 +101,7 @@ def _rows(by_step: dict[int, dict[int, list[_Report]]], ranks: set[int], n: int,
         last = [_mean([one.compute_s for one in row[r]]) if r in row else last[r] for r in range(n)]
         if not any(math.isnan(value) for value in last):
             steps.append(step)
-            own_steps.append(float(max(map(len, row.values()))))
+            own_steps.append(sum(map(len, row.values())) / n)
             compute.append(last)
             wait.append([_wait_s(row.get(r, [])) for r in range(n)])
     if not compute:

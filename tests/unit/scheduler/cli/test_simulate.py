@@ -214,6 +214,20 @@ def test_under_local_a_step_is_a_round_of_steps(tmp_path: Path) -> None:
     assert found.sync_s == pytest.approx(0.12 + (0.25 + 0.02) * (found.sync_steps - 1))
 
 
+def test_an_averaging_counts_as_the_mean_of_the_ranks_steps(tmp_path: Path) -> None:
+    """In `local(0.6s)` three ranks make six steps of 0.1 s meanwhile, one makes one of 0.6 s."""
+    lines = [
+        {"rank": rank, "step": step, "compute_s": 0.6 if rank == 3 else 0.1, "wait_s": 0.0}
+        for step in range(64) for rank in range(4) for _ in range(1 if rank == 3 else 6)
+    ]  # fmt: skip
+    (tmp_path / "rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plan = {"kind": "plan", "step": 0, "label": "local(0.6s)", "plan": Plan.local(4, seconds=0.6).to_dict()}
+    (tmp_path / "events.jsonl").write_text(json.dumps(plan) + "\n")
+    found, times = replayed(tmp_path)
+    assert times.in_force is not None and times.in_force.updates.tolist() == [4.75] * 64
+    assert found.replayed_s == pytest.approx(64 * 0.6, rel=0.02)
+
+
 def test_intervals_are_as_wide_as_the_errors(tmp_path: Path) -> None:
     found, _ = replayed(relaxed(tmp_path / "run"))
     for one in found.modes:
