@@ -7,6 +7,7 @@ change and pay for each. The cost of the next steps depends on the mean time per
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -112,6 +113,12 @@ class LinkMemory:
         self._step: int | None = None
         self._times = np.zeros(0)
         self._slow = np.zeros(0, dtype=np.bool_)
+        self._last_slow: dict[int, int] = {}
+
+    @property
+    def last_slow(self) -> Mapping[int, int]:
+        """Last step at which the link of each rank was measured as slow; without ranks that never had a slow one."""
+        return self._last_slow
 
     def note(self, window: Window, active: Plan, rate: Array, *, steps_per_report: float = 1.0) -> Array:
         """Add the rates of a window.
@@ -129,9 +136,10 @@ class LinkMemory:
         if self._cost is None or self._step is None or window.step < self._step or len(now) != len(self._cost):
             self._cost, self._step = now, window.step
             self._times, self._slow = np.zeros(len(now)), np.zeros(len(now), dtype=np.bool_)
-            self._count(now)
+            self._last_slow = {}
+            self._count(now, window.step)
             return rate
-        self._count(now)
+        self._count(now, window.step)
         steps = (window.step - self._step) * steps_per_report / active.updates_per_step
         keep = np.power(0.5, steps / (_HALF_LIFE * np.clip(self._times, 1, _LONGEST)))
         # A rank whose rate was unknown until now has no history.
@@ -142,9 +150,10 @@ class LinkMemory:
             expected: Array = 1.0 / np.maximum(now, self._cost)
         return expected
 
-    def _count(self, now: Array) -> None:
-        """Update which links are slow, and how often each became slow."""
+    def _count(self, now: Array, step: int) -> None:
+        """Update which links are slow, how often each became slow, and when it last was."""
         usual = lower_median(now)
         begins = ~self._slow & (now > _SLOW * usual) & (usual > 0.0)  # 0: most rates are unknown.
         self._times += begins
         self._slow = (self._slow | begins) & (now > _NORMAL * usual)
+        self._last_slow.update(dict.fromkeys(np.flatnonzero(self._slow).tolist(), step))

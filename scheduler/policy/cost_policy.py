@@ -334,7 +334,7 @@ class CostPolicy:
         if not active.plain:
             calm = f"; no rank is slow since step {self._calm_since}" if self._calm_since is not None else ""
             return f"{active.reason or active.label}{calm}{self._was(active)}{self._kept()}"
-        text = describe_stragglers(window, stragglers, self._freezes.freezing, self._slow_since.steps)
+        text = self._stragglers(window, stragglers)
         if not stragglers or not self.last:
             return f"{text}: sync{self._held_back(window)}"
         if self._waiting is not None:
@@ -347,6 +347,10 @@ class CostPolicy:
         speed = 1.0 / max(other.relative, 1e-9)
         why = self._held_back(window) or self._why_not(other)
         return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast{why}{self._beside_servers(active)}"
+
+    def _stragglers(self, window: Window, stragglers: StragglerSummary) -> str:
+        since, links = self._slow_since.steps, self._links.last_slow
+        return describe_stragglers(window, stragglers, self._freezes.freezing, since, links)
 
     def _why_not(self, one: Prediction) -> str:
         """Why `sync` is not left for the best other plan, if that is not held back."""
@@ -557,7 +561,7 @@ class CostPolicy:
         self._reset_rentals(window)
         if same_plan(best.plan, active):
             return None
-        why = describe_stragglers(window, stragglers, self._freezes.freezing, self._slow_since.steps)
+        why = self._stragglers(window, stragglers)
         if now is None:
             why = f"{active.label} can no longer run; {why}"
         passed_over = self._cold is not None and not _same_family(active, best.plan)  # Otherwise the price decides.

@@ -23,15 +23,21 @@ _BECAUSE = {"compute": "", "input": ", waiting for data,", "starved": ", short o
 
 
 def describe_stragglers(
-    window: Window, stragglers: StragglerSummary, freezes: Mapping[int, int], since: Mapping[int, int] | None = None
+    window: Window,
+    stragglers: StragglerSummary,
+    freezes: Mapping[int, int],
+    since: Mapping[int, int] | None = None,
+    last_slow_links: Mapping[int, int] | None = None,
 ) -> str:
-    """Which ranks are slow, why and since when; `no rank is slow` if none is.
+    """Which ranks are slow, why and since when; `no rank is slow` if none is, nor is expected to be.
 
     Args:
         window: Recent reports.
-        stragglers: Stragglers by the expected times, the only source for ranks that take turns in being slow.
+        stragglers: Stragglers by the expected times and rates, the only source for ranks that take turns in being slow
+            and for links that are slow at times.
         freezes: Number of freezes of each rank that is expected to freeze again.
         since: Steps at which ranks became slow, if before the window's first.
+        last_slow_links: Last steps at which links were slow (`LinkMemory.last_slow`).
     """
     readings = Readings.of(window)
     known = dict(since or {})
@@ -48,7 +54,26 @@ def describe_stragglers(
     named = {s.rank for s in found} | set(freezes)
     if not parts or not set(stragglers.intermittent) <= named:
         parts += [text for text in (_in_turn(readings, stragglers, named, known),) if text]
+    by_link = {s.rank for s in found if s.cause == "link"}
+    parts += _expected_links(set(stragglers.links) - by_link, last_slow_links or {}, window.step)
+    if not parts and stragglers:  # Means and medians differ a little, or a rank has ceased to be expected to freeze.
+        ranks = sorted({*stragglers.slow, *stragglers.intermittent, *stragglers.frozen})
+        parts.append(f"{listing(ranks)} {'is' if len(ranks) == 1 else 'are'} expected to be slower")
     return "; ".join(parts) or "no rank is slow"
+
+
+def _expected_links(ranks: set[int], last_slow: Mapping[int, int], step: int) -> list[str]:
+    """`rank 3 had a slow link until step 96, which is expected again`, of links that the window does not show."""
+    slow_now = sorted(rank for rank in ranks if last_slow.get(rank) == step)
+    before, parts = sorted(ranks.difference(slow_now)), []
+    if slow_now:
+        parts.append(f"{listing(slow_now)} {'has a slow link' if len(slow_now) == 1 else 'have slow links'}")
+    if before:
+        known = [last_slow[rank] for rank in before if rank in last_slow]
+        until = f" until step {max(known)}" if known else ""
+        had = f"had a slow link{until}, which is" if len(before) == 1 else f"had slow links{until}, which are"
+        parts.append(f"{listing(before)} {had} expected again")
+    return parts
 
 
 def _together(found: Sequence[Straggler], words: str, known: Mapping[int, int]) -> str:

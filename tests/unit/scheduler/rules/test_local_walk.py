@@ -51,7 +51,8 @@ def test_other_modes_and_counted_steps() -> None:
 
 def test_the_simulator_makes_as_many() -> None:
     plan = Plan.local(4, seconds=0.58)
-    job = Job(Scenario(cluster=Cluster(world_size=4, relative_s=(1.0, 1.0, 4.0, 4.0), jitter=0.0, common_jitter=0.0)), plan)
+    cluster = Cluster(world_size=4, relative_s=(1.0, 1.0, 4.0, 4.0), jitter=0.0, common_jitter=0.0)
+    job = Job(Scenario(cluster=cluster), plan)
     job.advance(4)
     counts = steps_between_averagings(plan, np.array([0.1, 0.1, 0.4, 0.4]))
     assert counts.tolist() == [6.0, 6.0, 1.0, 1.0]
