@@ -345,7 +345,11 @@ class CostPolicy:
         if other is None:
             return f"{text}: sync, no other mode can run{self._beside_servers(active)}"
         speed = 1.0 / max(other.relative, 1e-9)
-        why = self._held_back(window) or self._why_not(other)
+        now = next((p for p in self.last if p.plan.plain), None)
+        if self._held(window, other, now):
+            why = self._held_back(window)
+        else:
+            why = f"{self._why_not(other)}{self._held_back(window, but=_held_as(other.plan))}"
         return f"{text}: sync, {other.plan.label} is predicted {speed:.2f}x as fast{why}{self._beside_servers(active)}"
 
     def _stragglers(self, window: Window, stragglers: StragglerSummary) -> str:
@@ -408,7 +412,7 @@ class CostPolicy:
             self._unclear = next((p for p in sane if self._gains_little(p, now)), None)
             sane = [p for p in sane if not _doubtful(p, now) and not self._gains_little(p, now)]
         gain = 0.0 if stragglers.frozen else self._least_gain
-        best = _preferred(sane, gain)
+        best = _preferred(sane, gain, now)
         if now is None:
             return self._go(window, best, active, None, stragglers)
         keeps = sync is None or active.plain or self._balance_pays(now, sync)
@@ -424,7 +428,9 @@ class CostPolicy:
             return None
         price_s = self._price_s(conditions, active, best.plan)
         near_by = [p for p in sane if _same_family(active, p.plan)]
-        free = _preferred(near_by, gain) if near_by else now
+        free = _preferred(near_by, gain, now) if near_by else now
+        if not free.relative < (1.0 - self._least_gain) * now.relative:
+            free = now  # It would take the place of a plan that is worth a switch.
         counted, just_lost_s = _steps_counted(window, active, conditions), _just_lost_s(conditions, active, free.plan)
         near = self._near(window, free, now, counted, just_lost_s) if free is not best else None
         if best.plan.mode == "ps":
@@ -638,10 +644,12 @@ class CostPolicy:
             return ""
         return f"; predicted {outcome.predicted:.2g}x faster than {outcome.against}, was {outcome.measured:.2g}x"
 
-    def _held_back(self, window: Window) -> str:
-        """`; partial did harm and is excluded until step 240 at least`; empty if no mode is held back."""
+    def _held_back(self, window: Window, but: str = "") -> str:
+        """`; partial did harm and is excluded until step 240 at least`; empty if no mode is held back, except `but`."""
         parts = []
         for mode, (until_step, until_s) in sorted(self._backoff.held(window.step, window.now_s).items()):
+            if mode == but:
+                continue
             waits = until_step > window.step
             left = f"until step {until_step}" if waits else f"for {until_s - window.now_s:.0f} s more"
             parts.append(f"; {mode} did harm and is excluded {left} at least")
@@ -657,8 +665,10 @@ def _factors(window: Window, plan: Plan, conditions: Conditions) -> CostFactors:
     return CostFactors(max(1e-6, found.progress) * steps, frozen_s, normalized_step, found.interval_s * steps)
 
 
-def _preferred(ranked: Sequence[Prediction], gain: float) -> Prediction:
+def _preferred(ranked: Sequence[Prediction], gain: float, now: Prediction | None) -> Prediction:
     """The best plan; if that is relaxed, an exact one that counters the stragglers and is slower by at most `gain`.
+
+    The exact one has to be active or worth a switch itself; else it would only keep the job from the relaxed one.
 
     Not whenever the relaxed one's gain is uncertain, as where an exact one is active (`_doubtful`): that raises the
     regret of `star-scheduler evaluate` from 4.4 to 5.9 % (36 jobs of one seed). A relaxed plan's 95 % quantile contains
@@ -668,7 +678,8 @@ def _preferred(ranked: Sequence[Prediction], gain: float) -> Prediction:
     exact = next((p for p in ranked if not p.plan.relaxed and not p.plan.plain), None)
     if exact is None or not best.plan.relaxed or (1.0 - gain) * exact.relative > best.relative:
         return best
-    return exact
+    worth = now is None or exact is now or exact.relative < (1.0 - gain) * now.relative
+    return exact if worth else best
 
 
 def _doubtful(one: Prediction, now: Prediction) -> bool:

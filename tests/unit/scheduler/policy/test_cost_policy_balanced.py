@@ -70,6 +70,35 @@ def test_it_is_predicted_as_the_best_shares_make_it(fixed_part: float, expected:
     assert found.drift == 0.0 and found.reach == pytest.approx(1.0, abs=0.01)
 
 
+@pytest.mark.parametrize(
+    ("exact", "relaxed", "gain", "mode", "chosen"),
+    [
+        (0.87, 0.75, 0.15, "partial", "partial"),
+        (0.975, 0.93, 0.05, "partial", "partial"),
+        (0.975, 0.93, 0.05, "subgroup", "subgroup"),  # It has a price: the exact one is nearly free.
+        (0.84, 0.75, 0.15, "partial", "sync"),
+        (0.87, 0.86, 0.15, "partial", None),
+    ],
+)
+def test_it_is_preferred_to_a_relaxed_mode_only_if_it_is_worth_a_switch(
+    exact: float, relaxed: float, gain: float, mode: str, chosen: str | None
+) -> None:
+    def ranker(offered: Sequence[Plan], conditions: Conditions, win: Window, active: Plan) -> list[Prediction]:
+        relative = {mode: relaxed, "sync": exact}
+        found = [
+            Prediction(plan=p, relative=1.0 if p.plain else relative[p.mode], low=0.7, high=1.1, interval_s=0.1,
+                       progress=1.0, drift=0.0, reach=1.0)
+            for p in offered
+        ]  # fmt: skip
+        return sorted(found, key=lambda p: p.relative)
+
+    policy, plan = CostPolicy(4, ranker=ranker, gain=gain), None
+    for end in range(40, 440, 4):
+        seen = window(steady(4, slow={2: 3.0}), batch=19, end=end, allowed=("sync", mode))
+        plan = plan or policy.decide(seen, Plan.sync(4))
+    assert (plan.mode if plan is not None else None) == chosen
+
+
 def test_it_is_chosen_while_the_guard_of_accuracy_excludes_relaxed_modes() -> None:
     policy, times, plan = CostPolicy(4), steady(4, slow={2: 4.0}), Plan.sync(4)
     policy.guard.until_step, policy.guard.reason = 400, "the loss is not finite"

@@ -441,6 +441,18 @@ def test_what_is_said_of_a_wait_is_true() -> None:
         assert policy.explain().endswith(f"; partial did harm and is excluded {left} at least"), policy.explain()
 
 
+def test_what_is_said_of_another_mode_is_not_the_reason() -> None:
+    """A plan that is not held back stays out for its own reason, with the holds behind it."""
+    policy, slow = CostPolicy(8, ranker=_tempted), steady(8, slow={5: 1.45})
+    seen = window(slow, end=40, allowed=("sync", "partial"), now_s=4.0)
+    policy.decide(seen, Plan.sync(8))
+    policy._backoff.hold("ps", _bad(), SlownessProfile.of(policy._conditions, ()), 40, 4.0)
+    policy.decide(dataclasses.replace(seen, step=44, now_s=4.4), Plan.sync(8))
+    assert policy.explain().endswith(
+        "; sync is measured first, to judge the outcome; ps did harm and is excluded until step 240 at least"
+    )
+
+
 def test_a_gain_that_is_uncertain_is_not_called_little() -> None:
     def unsure(offered, conditions, win, active):  # type: ignore[no-untyped-def]
         found = _tempted(offered, conditions, win, active)
