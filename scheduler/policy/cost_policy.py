@@ -51,7 +51,7 @@ from scheduler.policy.loss_stretches import LossStretches
 from scheduler.policy.ski_rental import SkiRental
 from scheduler.policy.switch_outcome import CostFactors, ModeBackoff, OutcomeCheck, SlownessProfile, SwitchOutcome
 from scheduler.records import Window
-from scheduler.rules.local_walk import steps_between_averagings
+from scheduler.rules.local_walk import mean_steps
 from scheduler.transmission.behind_compute import WORTH
 
 __all__ = ["CostPolicy", "Ranker"]
@@ -753,10 +753,9 @@ def _just_lost_s(conditions: Conditions, active: Plan, plan: Plan) -> float:
 
 def _steps_per_report(plan: Plan, conditions: Conditions) -> float:
     """Mean steps of a rank per global step of a job; predictions are per step of a rank."""
-    return float(steps_between_averagings(plan, conditions.usual_s).mean())
+    return mean_steps(plan, conditions.usual_s)
 
 
 def _steps_counted(window: Window, plan: Plan, conditions: Conditions) -> float:
     """Mean steps of a rank per step of the window, which counts the fastest rank's in `local` or only averagings."""
-    counts = steps_between_averagings(plan, conditions.usual_s)
-    return float(counts.mean() / (counts.max() if window.counts_local else 1.0))
+    return mean_steps(plan, conditions.usual_s, counts_local=window.counts_local)

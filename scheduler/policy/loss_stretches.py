@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from scheduler.diagnosis.window_stats import Readings
 from scheduler.plan.plan import Plan
 from scheduler.records import Window
+from scheduler.rules.local_walk import mean_steps
 
 __all__ = ["LossStretches", "Stretch"]
 
@@ -65,5 +68,7 @@ class LossStretches:
         decrease = (sum(loss for _, loss in first) - sum(loss for _, loss in last)) / _SMOOTH
         # The decrease is one from the middle of the first losses to the middle of the last; the oldest are not kept.
         steps = (sum(step for step, _ in last) - sum(step for step, _ in first)) / _SMOOTH
-        each = 1.0 if window.counts_local else plan.steps_per_report(Readings.of(window).typical_s)
+        readings = Readings.of(window)
+        usual_s = np.where(readings.counts, readings.total_s() / np.maximum(readings.counts, 1), readings.typical_s)
+        each = mean_steps(plan, usual_s, counts_local=window.counts_local)
         return Stretch(plan=plan, updates=steps * each, decrease=decrease)

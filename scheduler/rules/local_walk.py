@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from scheduler.plan.plan import Plan
 
-__all__ = ["FITS", "another_step_fits", "steps_between_averagings"]
+__all__ = ["FITS", "another_step_fits", "mean_steps", "steps_between_averagings"]
 
 _Floats = npt.NDArray[np.float64]
 
@@ -50,3 +50,15 @@ def steps_between_averagings(plan: Plan, step_s: _Floats) -> _Floats:
     if plan.local_steps:
         return np.full_like(step_s, plan.local_steps)
     return np.maximum(1.0, np.floor(plan.local_s / step_s + (1.0 - FITS)))
+
+
+def mean_steps(plan: Plan, step_s: _Floats, *, counts_local: bool = False) -> float:
+    """Mean steps of a rank per step of a window (`scheduler.records.Window`); 1 in other modes than `local`.
+
+    Args:
+        plan: The plan.
+        step_s: As above.
+        counts_local: As in the window: its steps are those of the rank that makes the most, instead of averagings.
+    """
+    counts = steps_between_averagings(plan, step_s)
+    return float(counts.mean() / (counts.max() if counts_local else 1.0))

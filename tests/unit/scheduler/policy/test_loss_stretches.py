@@ -42,6 +42,18 @@ def test_an_averaging_is_as_many_updates_as_steps(plan: Plan, updates: float, co
     assert found is not None and found.updates == pytest.approx(84.0 if counted else updates)
 
 
+@pytest.mark.parametrize(("counted", "updates"), [(False, 84.0 * 3.5), (True, 84.0 * 3.5 / 6.0)])
+def test_slow_ranks_make_fewer_steps_between_averagings(counted: bool, updates: float) -> None:
+    stretches, plan = LossStretches(), Plan.local(4, seconds=0.6)
+    _note(stretches, 200, plan)
+    times = steady(4, jitter=0.0, slow={2: 4.0, 3: 4.0})
+    one = replace(
+        window(times, end=300), losses=FALLING, loss_steps=tuple(range(200, 300)), counts_local=counted
+    )
+    found = stretches.note(one, plan)
+    assert found is not None and found.updates == pytest.approx(updates)
+
+
 def _stretches(plan: Plan, ends: Sequence[int], kept: int, every: int) -> list[Stretch]:
     """Each stretch, of which the last `kept` losses are known, one of `every` steps."""
     stretches, found = LossStretches(), []
