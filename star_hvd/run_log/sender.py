@@ -61,7 +61,8 @@ class Sender:
         uri: MLflow's tracking URI.
         experiment: The experiment the run belongs to; by default that in `run.json`, which the job had. A run that
             MLflow already has stays where it is.
-        on_progress: Called whenever MLflow has accepted something, and while the page is made.
+        on_progress: Called whenever MLflow has something that it had not before, and while the page is made for the
+            first time. What a repeated attempt sends again does not count: the attempts would never end.
         batch: Most metrics in one request.
 
     Raises:
@@ -89,6 +90,8 @@ class Sender:
         self._on_progress, self._batch = on_progress, batch
         self._experiment = ""
         self._offset = 0
+        self._connected = False  # Whether MLflow has answered.
+        self._page_of: dict[str, int] | None = None  # Sizes of the files that the page was made of.
         self._params: dict[str, str] = {}
         sent = layout.read_json(directory / layout.SENT)
         self._shown_uri = redacted(uri)  # For logs and `sent.json`.
@@ -134,11 +137,11 @@ class Sender:
             end_ms = self._at_ms(self.state.last_s)
             self._log([(name, value, end_ms, self.state.last_step) for name, value in self.state.totals().items()])
             self._client.set_terminated(self._sent["run_id"], self.state.status or status, end_time=end_ms)
-            self._on_progress()
         self._send_files()
         self._sent["complete"] = True
         self._sent.pop("files", None)  # If the run is sent again, its files are, too.
         self._note(self._offset)
+        self._on_progress()
 
     def _send_events(self) -> None:
         rows: list[MetricRow] = []
@@ -187,11 +190,14 @@ class Sender:
                 self._sent = {"uri": self._shown_uri, "segments": {}}  # Deleted in MLflow: send it again.
         else:
             self._experiment = str(run.info.experiment_id)
-        self._on_progress()
+        if not self._connected:  # Its tables may have been created, which takes seconds.
+            self._connected = True
+            self._on_progress()
         if "run_id" not in self._sent:
             tags = {"star.schema": str(layout.SCHEMA), "star.kind": "job"}
             self._sent["run_id"] = self._run(client, self._about["name"], self._about["name"], 0.0, tags)
             self._note(0)
+            self._on_progress()
         self._params = dict(client.get_run(self._sent["run_id"]).data.params)
         self._client = client  # Last: if a request fails, the next call begins again.
 
@@ -239,8 +245,10 @@ class Sender:
         values = flat({"label": plan.get("label"), "step": plan.get("step"), "plan": plan.get("plan") or {}})
         values |= flat({"prediction": plan.get("prediction") or {}})
         self._client.log_batch(run_id, params=[Param(*item) for item in list(values.items())[:100]])
+        known = self._sent["segments"].get(str(segment.index))
         self._sent["segments"][str(segment.index)] = run_id
-        self._on_progress()
+        if run_id != known:
+            self._on_progress()
 
     def _end_segment(self, index: int) -> None:
         run_id = self._sent["segments"].get(str(index))
@@ -257,7 +265,6 @@ class Sender:
         for at in range(0, len(rows), self._batch):
             metrics = [Metric(*row) for row in rows[at : at + self._batch]]
             self._client.log_batch(run_id or self._sent["run_id"], metrics=metrics)
-            self._on_progress()
 
     def _send_files(self) -> None:
         """Send the run's files as artifacts; a host other than rank 0's has only the files of its own ranks.
@@ -269,13 +276,21 @@ class Sender:
         if self._about.get("home"):
             self._send_file(self.directory / layout.RUN)
             self._send_file(self.directory / layout.EVENTS)
-            page = None
+            page = self.directory / "report.html"
             with contextlib.suppress(Exception):  # The run must become complete even if the page fails.
-                from star_hvd.run_log.page import write_page
-
-                page = write_page(self.directory, self.directory / "report.html", self._on_progress)
-            if page is not None:
+                self._make_page(page)
+            if self._page_of is not None:
                 self._send_file(page)
+
+    def _make_page(self, page: Path) -> None:
+        """Make the run's page, again only if a file has grown: that may take minutes, and counts as progress."""
+        of = {name: size for name, size in self._sent.get("files", {}).items() if name != page.name}
+        if of != self._page_of:
+            from star_hvd.run_log.page import write_page
+
+            self._page_of = None
+            write_page(self.directory, page, self._on_progress)
+            self._page_of = of
 
     def _send_file(self, path: Path) -> None:
         accepted = self._sent.setdefault("files", {})
@@ -284,14 +299,17 @@ class Sender:
             self._client.log_artifact(self._sent["run_id"], str(path), "star")
             accepted[path.name] = size
             self._note(self._offset)
+            self._on_progress()
 
     def _at_ms(self, time_s: float) -> int:
         return int(1e3 * (self._about["began_unix_s"] + time_s))
 
     def _note(self, offset: int) -> None:
         """Write the progress to `sent.json`; if that fails, some events are sent again later."""
-        self._on_progress()
-        self._sent["offset"] = max(offset, self._sent.get("offset", 0))
+        before = self._sent.get("offset", 0)
+        self._sent["offset"] = max(offset, before)
+        if offset > before:
+            self._on_progress()
         with contextlib.suppress(OSError):
             layout.write_json(self.directory / layout.SENT, self._sent)
 

@@ -284,6 +284,40 @@ def test_every_accepted_file_is_progress_and_is_sent_once(
     assert client.sent == 2 * files, "a complete run is sent again as a whole"
 
 
+@pytest.mark.parametrize("refused", ["rank0.jsonl", "report.html"])
+def test_what_a_repeated_attempt_sends_again_is_no_progress(
+    root: Path, store: str, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the store of files is out of reach, the sender's process would never end."""
+    directory, client, seen = write_run(root), FileClient(store, refused), list[int]()
+    monkeypatch.setattr(sender_module, "connect", lambda uri: client)
+    sender = Sender(directory, store, on_progress=lambda: seen.append(1))
+    with pytest.raises(ConnectionError):
+        sender.finish("KILLED")
+    first = len(seen)
+    assert first, "what MLflow took is progress"
+    for _ in range(3):
+        with pytest.raises(ConnectionError):
+            sender.finish("KILLED")
+    assert len(seen) == first
+    client.refused = ""
+    sender.finish("KILLED")
+    assert sender.complete and len(seen) > first
+
+
+def test_a_look_without_new_events_is_no_progress(root: Path, store: str) -> None:
+    """Nothing is asked of MLflow then: it may be gone since its last answer."""
+    directory, seen = write_run(root), list[int]()
+    sender = Sender(directory, store, on_progress=lambda: seen.append(1))
+    assert sender.send()
+    first = len(seen)
+    assert sender.send() and len(seen) == first
+    with (directory / "events.jsonl").open("ab") as file:
+        file.write(b'{"kind":"metric","name":"loss","value":0.5,"step":9,"time_s":61.0}\n')
+    sender.send()
+    assert len(seen) == first + 1
+
+
 def test_a_run_has_ended_before_its_page_is_made(root: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page of a job of days takes minutes; a sender killed meanwhile must not leave a run that goes on for ever."""
 
