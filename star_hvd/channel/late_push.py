@@ -195,7 +195,7 @@ class ParentLink:
             awaited: Whether all ranks wait for this one; the reply then comes at full speed.
 
         Raises:
-            DeadlineError: The parent's answer was not complete within the deadline.
+            DeadlineError: No more of the parent's answer arrived within the deadline.
         """
         pace = None if awaited or state_too else self._down
         return ask(

@@ -400,7 +400,7 @@ class OtherRanks:
         limit_s = time.monotonic() + deadline_s
         self._send(messages.FindStateSource(self._optimizer_id))
         # Limited patience: if this rank is frozen, for example, another one may have the state, too.
-        with contextlib.suppress(queue.Empty, DeadlineError):
+        try:
             answer = self._answers.get(timeout=min(_ANSWER_S, deadline_s))
             if answer.rank >= 0 and answer.optimizer_id == self._optimizer_id:
                 left_s = max(0.1, limit_s - time.monotonic())
@@ -408,6 +408,10 @@ class OtherRanks:
                 return fetch(
                     self._keyring, answer.rank, self._optimizer_id, left_s, min_step=min_step, patience_s=patience_s
                 )
+        except queue.Empty:
+            pass
+        except DeadlineError as error:
+            logger.warning("%s", error)
         return None
 
 
@@ -423,7 +427,7 @@ def fetch(
     """Get the parameters and state of an optimizer from rank `source`; None if that rank is itself behind.
 
     Raises:
-        DeadlineError: The reply was not complete within `deadline_s`, or nothing arrived for `patience_s`.
+        DeadlineError: No more of the reply arrived for `deadline_s`, or nothing at all for `patience_s`.
         ChannelError: The reply cannot be read.
     """
     caller = Caller(keyring, source)
@@ -474,7 +478,8 @@ def ask(
         caller: The connection.
         source: The rank.
         optimizer_id: Number of the optimizer.
-        deadline_s: Longest wait.
+        deadline_s: Longest time without a part of the reply that had not come before: on a slow link a whole state may
+            take longer, while one whose connection breaks again and again never arrives.
         state_too: Whether the optimizer's state is wanted, too.
         min_step: The earliest step of use.
         patience_s: Longest time without a message from the rank.
@@ -482,24 +487,28 @@ def ask(
         check: Called every `LOOK_S` seconds in which nothing arrives; raises an error that makes the wait pointless.
 
     Raises:
-        DeadlineError: The reply was not complete within `deadline_s`, or nothing arrived for `patience_s`.
+        DeadlineError: No more of the reply arrived for `deadline_s`, or nothing at all for `patience_s`.
         ChannelError: The reply cannot be read.
     """
     wait, heard_s = WaitTime(LOOK_S, lambda: f"parameters of rank {source}", lasts=True), 0.0
+    most, progress_s = 0, 0.0  # Parts that have come of an attempt, and when the last new one did.
     reply = _Reply(source, caller.begin())
     rate = pace.bytes_per_s if pace is not None else 0
     caller.socket.send(REQUEST.pack(reply.request, optimizer_id, state_too, min_step, rate))
     while not reply.complete:
-        left_s = min(deadline_s, heard_s + patience_s) - wait.count()
+        left_s = min(progress_s + deadline_s, heard_s + patience_s) - wait.count()
         if left_s <= 0.0:
+            idle_s = wait.passed_s - min(heard_s, progress_s)
             raise DeadlineError(
-                f"parameters of rank {source} were not complete after {wait.passed_s:.3g} s; see its log, and whether "
-                "its link is slow"
+                f"parameters of rank {source} were not complete after {wait.passed_s:.3g} s, the last {idle_s:.3g} s "
+                f"without progress ({reply}); see its log, and whether its link is slow"
             )
         frames = caller.wait(time.monotonic() + min(left_s, LOOK_S))
         if frames is not None:
             heard_s = wait.count()
             reply.add(frames)
+            if reply.received > most:
+                most, progress_s = reply.received, heard_s
         elif caller.reopened():
             reply = _Reply(source, caller.begin())
             caller.socket.send(REQUEST.pack(reply.request, optimizer_id, state_too, min_step, rate))
@@ -520,11 +529,15 @@ class _Reply:
         self.body = bytearray()
         self._described = 0  # Bytes of the manifest.
         self._source = source
-        self._received, self._total, self._size = 0, 1, 0
+        self.received = 0  # Parts.
+        self._total, self._size = 1, 0
+
+    def __str__(self) -> str:
+        return f"{len(self.manifest) + len(self.body)} of {self._size} bytes" if self.received else "no answer"
 
     @property
     def complete(self) -> bool:
-        return self._received >= self._total
+        return self.received >= self._total
 
     def add(self, frames: list[bytes]) -> None:
         """Add a message of the server.
@@ -541,8 +554,8 @@ class _Reply:
             raise ChannelError(f"a tensor message is of protocol {magic!r} {protocol}; expected {_PROTOCOL}")
         if request != self.request:
             return  # The reply to an earlier attempt, or to a request that was given up.
-        if number != self._received or number >= total or size > _MAX_BODY_BYTES:
-            raise ChannelError(f"a tensor message is number {number} of {total}; expected {self._received}")
+        if number != self.received or number >= total or size > _MAX_BODY_BYTES:
+            raise ChannelError(f"a tensor message is number {number} of {total}; expected {self.received}")
         payload = frames[1]
         came = len(self.manifest) + len(self.body)
         if number == 0:
@@ -552,7 +565,7 @@ class _Reply:
             raise ChannelError(f"chunk {number} from rank {self._source} does not follow the {came} bytes before")
         else:
             (self.manifest if len(self.manifest) < self._described else self.body).extend(payload)
-        self._received += 1
+        self.received += 1
         if self.complete:
             self._check_sizes()
 

@@ -20,10 +20,12 @@ from typing import Protocol
 
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import DeadlineError
+from star_hvd.telemetry.wait_time import WaitTime
 
 __all__ = ["EndedServers", "StateSource", "StateSources"]
 
 _POLL_S = 0.002
+_LEAST_ASKED = 8  # A call of a source counts as a quarter of the deadline at most (`WaitTime`).
 
 
 class StateSource(Protocol):
@@ -36,8 +38,8 @@ class StateSource(Protocol):
 
         Args:
             min_step: The oldest step that is of use.
-            deadline_s: Longest wait for the answer. A parent answers at once; its transfer, which may use a slow link,
-                has the step's deadline from when it starts.
+            deadline_s: Longest wait for the answer, and longest time without a part of a rank's transfer, which may use
+                a slow link. A parent answers at once; its transfer has the step's deadline.
 
         Raises:
             StarError: This rank cannot continue, whatever other sources have.
@@ -75,21 +77,22 @@ class StateSources:
 
         Args:
             min_step: The oldest step that is of use.
-            deadline_s: Longest wait. Each source gets a share of the remaining time, so that none uses it up.
+            deadline_s: Longest wait. Each source gets a share of the remaining time, and none counts for more than a
+                part of it, so that neither a silent one nor a transfer that stops after minutes uses it up.
             wanted: Whether the state is still wanted; may raise an error that makes the wait pointless.
 
         Returns:
             The state; None if it is no longer wanted, or no source had it in time.
         """
-        limit_s = time.monotonic() + deadline_s
+        wait = WaitTime(deadline_s / _LEAST_ASKED, lambda: f"the state of step {min_step} or later")
         sources = [source for source in (self.ended, self.parent, self.ranks) if source is not None]
         while wanted():
             for number, source in enumerate(sources):
-                left_s = max(0.0, limit_s - time.monotonic())
+                left_s = max(0.0, deadline_s - wait.count())
                 snapshot = source.snapshot(min_step, left_s / (len(sources) - number))
                 if snapshot is not None:
                     return snapshot
-            if time.monotonic() >= limit_s:
+            if wait.count() >= deadline_s:
                 return None
             time.sleep(_POLL_S)
         return None
@@ -98,12 +101,13 @@ class StateSources:
         """Call `find` for rank `rank`; None only if the state is no longer wanted.
 
         Raises:
-            DeadlineError: No source had it within `deadline_s`.
+            DeadlineError: No source had it, or sent all of it, within `deadline_s`.
         """
         snapshot = self.find(min_step, deadline_s, wanted)
         if snapshot is None and wanted():
             raise DeadlineError(
-                f"rank {rank} is behind: no source had the state of step {min_step} or later within {deadline_s:g} s; "
-                "see the logs of the other ranks for those that are gone, or raise Config.control_deadline_s"
+                f"rank {rank} is behind: no source had the state of step {min_step} or later, or went on sending it, "
+                f"within {deadline_s:g} s; see the log of this rank for transfers that stopped, those of the other "
+                "ranks for those that are gone, or raise Config.control_deadline_s"
             )
         return snapshot

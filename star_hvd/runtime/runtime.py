@@ -768,8 +768,9 @@ class Runtime:
                 return False
             # A rank that is only silent may come back, and would fail if this one left: it shuts Horovod down.
             self._raise_what_ends_waits()
-        # Parameters and state read after `shutdown` are those of the last step, the same on every rank.
-        self._meetings.meet("shutdown", self.config.control_deadline_s, out_of_data=True)
+        # Parameters and state read after `shutdown` are those of the last step, the same on every rank. To get them, a
+        # rank on a slow link may need as long as for a step.
+        self._meetings.meet("shutdown", self.config.step_deadline_s, out_of_data=True)
         self._fetch_states()
         return True
 
@@ -782,7 +783,7 @@ class Runtime:
             self._fetch_state(driver, "leaves")
         for driver in list(self.drivers.values()):  # The first rank to go on shuts Horovod down, for all.
             driver.engine.ended = True
-        self._meetings.meet("shutdown", self.config.control_deadline_s, out_of_data=True)
+        self._meetings.meet("shutdown", self.config.step_deadline_s, out_of_data=True)
 
     # ---- agent thread ---------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from star_hvd.channel.state_transfer import (
 )
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import ChannelError, DeadlineError, RankLostError
+from star_hvd.telemetry import wait_time
 from tests.support.effort import cases
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64]
@@ -457,6 +458,56 @@ def test_damaged_replies(replies: list[list[bytes]]) -> None:
             fetch(client, 0, 0, 60.0)
         thread.join()
         router.close(linger=0)
+
+
+class SlowLink:
+    """A caller to which a part of a reply comes every five seconds of a clock, and whose connection may break."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, breaks_after: int = 1000) -> None:
+        self.now_s, self.attempts = 0.0, 0
+        self.socket = SimpleNamespace(send=lambda data: None)
+        self._breaks_after = self._until_break = breaks_after
+        self.snapshot = example()
+        self._manifest, self._body = pack_snapshot(self.snapshot)
+        monkeypatch.setattr(wait_time, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+
+    def begin(self) -> int:
+        self.attempts, self._until_break = self.attempts + 1, self._breaks_after
+        parts = [(self._manifest, at) for at in range(0, len(self._manifest), 200)]
+        parts += [(self._body, at) for at in range(0, len(self._body), 1000)]
+        self._size, total = len(self._manifest) + len(self._body), 1 + len(parts)
+        self._left = [(0, total, 0, MANIFEST_SIZE.pack(len(self._manifest)))]
+        offset = 0
+        for number, (data, at) in enumerate(parts, 1):
+            part = data[at : at + (200 if data is self._manifest else 1000)]
+            self._left.append((number, total, offset, part))
+            offset += len(part)
+        return self.attempts
+
+    def wait(self, until_s: float) -> list[bytes] | None:
+        self.now_s += 5.0
+        self._until_break -= 1
+        if self._until_break <= 0:
+            return None
+        number, total, offset, part = self._left.pop(0)
+        return [REPLY_HEADER.pack(b"STAR", 2, self.attempts, number, total, offset, self._size), part]
+
+    def reopened(self) -> bool:
+        return self._until_break <= 0
+
+
+def test_a_reply_that_goes_on_arriving_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank on a slow link would end the job, or leave it with other parameters, though it is served."""
+    link: Any = SlowLink(monkeypatch)
+    got = ask(link, 0, 2, 12.0, state_too=True)
+    assert got is not None and same(got, link.snapshot) and link.now_s > 40.0
+
+
+def test_a_reply_that_begins_again_and_again_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    link: Any = SlowLink(monkeypatch, breaks_after=3)
+    with pytest.raises(DeadlineError, match=r"rank 0 were not complete after 11\d s, the last 10\d s without progress"):
+        ask(link, 0, 2, 100.0, state_too=True)
+    assert link.attempts > 3
 
 
 def test_a_wait_for_a_rank_ends_with_the_loss_of_one() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.state_source import EndedServers, StateSources
 from star_hvd.errors import DeadlineError
+from star_hvd.telemetry import wait_time
 
 DEADLINE_S = 3600.0  # Minutes are little of it, if the machine holds a test up.
 
@@ -68,6 +70,23 @@ def test_none_had_it_in_time() -> None:
     with pytest.raises(DeadlineError, match=r"rank 3 is behind: no source had the state of step 5 or later"):
         sources.require(3, 5, 0.05, lambda: True)
     assert time.monotonic() - began_s >= 0.1
+
+
+def test_a_transfer_that_stops_after_minutes_does_not_use_up_the_time_of_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does the time in which this process was stopped."""
+    now_s = [0.0]
+    monkeypatch.setattr(wait_time, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+
+    class Stops(Source):
+        def snapshot(self, min_step: int, deadline_s: float) -> Snapshot | None:
+            now_s[0] += 0.0 if self.deadlines_s else 1000.0
+            return super().snapshot(min_step, deadline_s)
+
+    ranks = Stops("ranks", [], after=2)
+    assert StateSources(ranks=ranks).require(3, 5, 60.0, lambda: True) is not None
+    assert ranks.deadlines_s == [60.0, 45.0]
 
 
 def test_what_keeps_a_rank_from_going_on_ends_the_search() -> None:

@@ -124,6 +124,13 @@ def test_before_the_first_rank_shuts_horovod_down_what_that_ends_is_no_failure_a
     assert draining.drain() and ended == [False, True]
 
 
+def test_at_the_end_a_rank_on_a_slow_link_has_as_long_as_for_a_step() -> None:
+    """The others would leave, and stop their servers, while it gets the last parameters or the optimizer's state."""
+    draining, deadlines_s = Draining(Parts()), list[float]()
+    draining.meet(lambda reason, deadline_s, **named: deadlines_s.append(deadline_s))
+    assert draining.drain() and deadlines_s == 2 * [draining.config.step_deadline_s]
+
+
 def test_that_a_loop_cannot_go_on_is_raised_once_in_the_thread_that_waits_in_it() -> None:
     """A program that catches it has other waits later, and its end is none of a loop."""
     draining = Draining(Parts())
