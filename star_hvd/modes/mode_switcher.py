@@ -207,7 +207,7 @@ class ModeSwitcher:
         """A plan is in force here. Under the engine's lock, so the preparer's thread carries out the consequences."""
         instructions = self._decide(protocol.PlanInForce(plan))
         if instructions:
-            self._later(lambda: self._carry_out(instructions))
+            self._serve_later(lambda: self._carry_out(instructions))
 
     # ---- events of the training thread ----------------------------------------------------------------------------
 
@@ -347,7 +347,7 @@ class ModeSwitcher:
                 if self._engine.resume(plan, step) and self.active_mode is not None:
                     self.active_mode.wake()
             case protocol.Fail(reason):
-                self._engine.fail(StarError(reason), unseen=True)
+                self._fail(StarError(reason))
             case _:
                 self._serve_or_step(each)
 
@@ -357,9 +357,9 @@ class ModeSwitcher:
             case protocol.BeginServers(plan):
                 services.begun(number, plan)
             case protocol.QueueServing(plan_id):
-                self._later(lambda: self._serve(plan_id))
+                self._serve_later(lambda: self._serve(plan_id))
             case protocol.SeedFromServers(plan, ended):
-                self._later(lambda: self._seed_from_servers(plan, ended))
+                self._serve_later(lambda: self._seed_from_servers(plan, ended))
             case protocol.SeedServers(plan):
                 version = self._engine.step
                 services.seed(number, plan, lambda: self._own_state(version))
@@ -398,27 +398,45 @@ class ModeSwitcher:
         if not self._engine.ended:  # Else the job, or the optimizer, has ended: the mode is not to blame.
             self._take_in(event)
 
+    def _serve_later(self, task: Callable[[], None]) -> None:
+        """Have the preparer's thread do what a plan in force needs; if that fails, this rank does.
+
+        Unlike a plan that cannot be prepared, it is not abandoned: all ranks would wait for the servers, say, that do
+        not begin here.
+        """
+
+        def guarded() -> None:
+            try:
+                task()
+            except (StarError, RankLostError) as error:
+                self._fail(error)
+            except Exception as error:
+                plan, reason = self._engine.plan, f"{type(error).__name__}: {error}"
+                failure = StarError(f"rank {self.rank} cannot go on under {plan.label} (plan {plan.plan_id}): {reason}")
+                failure.__cause__ = error
+                self._fail(failure)
+
+        self._later(guarded)
+
+    def _fail(self, error: Exception) -> None:
+        """Make the training thread raise an error that has no caller here."""
+        self._engine.fail(error, unseen=True)
+        if self.active_mode is not None:
+            self.active_mode.wake()
+
     def _serve(self, plan_id: int) -> None:
         with self._presence:
             self._take_in(protocol.ServingDue(plan_id))
 
     def _seed_from_servers(self, plan: Plan, ended: protocol.EndedServers) -> None:
-        try:
-            snapshot = self._source_of(ended).snapshot(ended.step, self._deadline_s)
-        except (StarError, RankLostError) as error:  # The training thread raises it.
-            self._engine.fail(error, unseen=True)
-            return
+        snapshot = self._source_of(ended).snapshot(ended.step, self._deadline_s)
         if snapshot is None:
-            self._engine.fail(
-                StarError(
-                    f"{plan.label} (plan {plan.plan_id}) cannot begin on rank {self.rank}: the state with which the "
-                    f"servers of {ended.plan.label} ended at step {ended.step} was not to be had within "
-                    f"{self._deadline_s:g} s; see the logs of ranks {list(ended.plan.servers)}, which ran them, and "
-                    "start again from the last checkpoint"
-                ),
-                unseen=True,
+            raise StarError(
+                f"{plan.label} (plan {plan.plan_id}) cannot begin on rank {self.rank}: the state with which the "
+                f"servers of {ended.plan.label} ended at step {ended.step} was not to be had within "
+                f"{self._deadline_s:g} s; see the logs of ranks {list(ended.plan.servers)}, which ran them, and "
+                "start again from the last checkpoint"
             )
-            return
         self._services.seed(self._number, plan, lambda: snapshot)
 
     # ---- steps of a mode ------------------------------------------------------------------------------------------

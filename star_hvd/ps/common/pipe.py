@@ -7,6 +7,7 @@ while something is queued. So a frozen or busy side never blocks the other.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import select
@@ -93,6 +94,11 @@ class Pipe:
     def fileno(self) -> int:
         """Return the socket's descriptor, for polling."""
         return self._socket.fileno()
+
+    @property
+    def broken(self) -> OSError | None:
+        """Why nothing can be sent any more; None if it can."""
+        return self._broken
 
     # ---- out ----------------------------------------------------------------------------------------------
 
@@ -240,7 +246,7 @@ class Pipe:
             time.sleep(0.01)
         with self._lock:
             self._closed = True
-            self._break(OSError("the pipe is closed"))
+            self._break(BrokenPipeError(errno.EPIPE, "the pipe is closed"))
             writer = self._writer
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # Wakes the writer and other pollers.

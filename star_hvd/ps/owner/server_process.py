@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -44,6 +45,7 @@ _THREADS = 1  # A server's compute threads: ranks train on the same host.
 _CHECK_S = 0.25  # Interval of checks of the process.
 _IDLE_S = 60.0
 _STATUS_S = 1.0  # Longest wait for the end of a process that has closed its pipe.
+_GONE = (errno.EPIPE, errno.ECONNRESET)  # Errors of a pipe whose other end has ended.
 _KILL_S = 5.0  # A killed process is gone within this, unless the system itself hangs.
 
 
@@ -486,17 +488,23 @@ class ServerProcess:
         return [opened for (each, _), opened in sorted(self._opened.items()) if each == optimizer_id]
 
     def _send(self, message: Event | Callable[[], Event], descriptor: int | None = None) -> None:
-        """Send an order; a server that is dead or still starting gets it from `_resend`."""
+        """Send an order; a server that is dead or still starting gets it from `_resend`.
+
+        Raises:
+            OSError: It could not be sent although the server is there, for want of descriptors for example.
+        """
         if self._pipe is None:
             raise ChannelError(f"the parameter server of rank {self._rank} has not been started; call start")
+        known = self._pipe.broken
         try:
             self._pipe.send(message, descriptor)
         except PipeFull as error:
             logger.error("the parameter server of rank %d is killed: %s", self._rank, error)
             if self._process is not None:
                 self._process.kill()
-        except OSError:
-            pass  # It is gone.
+        except OSError as error:
+            if error is not known and error.errno not in _GONE:
+                raise
 
 
 def _named(message: Event) -> Event:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 import time
@@ -21,7 +22,7 @@ from star_hvd.engine.meeting import Position, settled
 from star_hvd.engine.records import Snapshot
 from star_hvd.engine.replica import ReplicaState
 from star_hvd.engine.step_engine import StepEngine
-from star_hvd.errors import ChannelError, DeadlineError, RankLostError
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.modes.driver import StepDriver
 from star_hvd.modes.mode_switcher import ModeSwitcher
 from star_hvd.modes.ps_worker import ServerSteps, StepInfo
@@ -674,3 +675,33 @@ def test_a_rank_that_has_left_fails_the_engine_whose_servers_wait_for_its_state(
     made.switcher.announce(OTHER.plan_id, 57)
     made.run_tasks()
     assert made.engine.failure is gone
+
+
+@pytest.mark.parametrize("error", [ValueError("no such shard"), ChannelError("no server")], ids=["any", "ours"])
+@pytest.mark.parametrize("call", ["seed", "begun"])
+def test_what_fails_in_the_preparing_thread_once_a_plan_is_in_force_fails_the_rank(call: str, error: Exception) -> None:
+    """Only logged, it left all ranks waiting for servers that did not begin here."""
+
+    class Failing(Servers):
+        def final_state(self, *unused: Any) -> Snapshot:
+            return Snapshot(57, [], [])
+
+    def fails(*unused: Any) -> None:
+        raise error
+
+    served = dataclasses.replace(OTHER, servers=(1,))
+    made = Rank(1, services=Failing()).under(SERVED).offer(served)
+    setattr(made.services, call, fails)
+    made.switcher.announce(served.plan_id, 57)
+    made.run_tasks()
+    assert isinstance(made.engine.failure, StarError) and str(error) in str(made.engine.failure)
+
+
+def test_what_fails_while_a_plan_is_prepared_is_no_failure_of_the_rank() -> None:
+    def fails(*unused: Any) -> str | None:
+        raise ValueError("no layout")
+
+    made = Rank(1)
+    made.services.prepare = fails
+    made.offer(SERVED)
+    assert made.engine.failure is None and "no layout" in made.refused[SERVED.plan_id]

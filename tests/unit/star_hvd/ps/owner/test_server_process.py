@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 import pytest
@@ -49,3 +50,25 @@ def test_a_state_that_servers_cannot_keep_is_refused_before_anything_is_sent(mon
         with pytest.raises(ChannelError, match="'history' is a list"):
             made.servers[0].seed(0, 0, snapshot)
         assert not [message for message in sent if callable(message)]
+
+
+def test_an_order_that_could_not_be_sent_to_a_server_that_is_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without descriptors: the server would wait for ever for what the owner believes it has."""
+    raised: list[OSError] = []
+
+    def send(self: Pipe, *unused: Any, **named: Any) -> None:
+        raise raised[-1]
+
+    with cluster(Plan.ps(1, 1), seed=False) as made, monkeypatch.context() as patch:
+        patch.setattr(Pipe, "send", send)
+        raised.append(OSError(errno.EMFILE, "too many open files"))
+        with pytest.raises(OSError, match="too many open files"):
+            made.servers[0].member(0, 0, "absent")
+        raised.append(BrokenPipeError(errno.EPIPE, "gone"))
+        made.servers[0].member(0, 0, "present")
+
+
+def test_an_order_to_a_server_whose_pipe_was_closed_is_left_to_the_next_one() -> None:
+    with cluster(Plan.ps(1, 1), seed=False) as made:
+        made.servers[0].stop()
+        made.servers[0].member(0, 0, "absent")
