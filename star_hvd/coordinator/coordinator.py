@@ -56,6 +56,7 @@ class Coordinator:
         self._names = [str(rank).encode() for rank in range(world_size)]
         self._config = config
         self._job = JobState(world_size, config, time.monotonic(), hosts, ranker)
+        self._read_s = time.monotonic()  # When the clock was last read for the state.
         self._lock = ordered_lock("Coordinator._lock")
         self._stop = threading.Event()
         self._wakeup = Wakeup()
@@ -90,8 +91,7 @@ class Coordinator:
         poller = zmq.Poller()
         poller.register(self._router.socket, zmq.POLLIN)
         poller.register(self._wakeup, zmq.POLLIN)
-        next_beat_s = 0.0
-        last_s = time.monotonic()
+        next_beat_s, self._read_s = 0.0, time.monotonic()
         try:
             while not self._stop.is_set():
                 # Drain the socket first: after a pause of this process, ranks must not be taken for silent.
@@ -99,11 +99,8 @@ class Coordinator:
                     self._receive()
                     while not self._router.drained:  # `receive` returns a limited number at a time.
                         self._receive()
-                now_s = time.monotonic()
-                paused_s, last_s = now_s - last_s, now_s
                 with self._lock:
-                    if paused_s > _PAUSED_S:
-                        self._job.paused(paused_s, now_s)
+                    now_s = self._now_s()
                     wake_s = min(self._job.tick(now_s), now_s + 0.5)
                     self._send_all()
                 if now_s >= next_beat_s:
@@ -119,6 +116,14 @@ class Coordinator:
             self._router.bye()
             self._router.socket.close(linger=1000)
 
+    def _now_s(self) -> float:
+        """Return the time, of which the state does not count a pause of this process; called under the lock."""
+        now_s = time.monotonic()
+        paused_s, self._read_s = now_s - self._read_s, now_s
+        if paused_s > _PAUSED_S:
+            self._job.paused(paused_s)
+        return now_s
+
     def _receive(self) -> None:
         for frames in self._router.receive():
             try:
@@ -126,7 +131,7 @@ class Coordinator:
                     raise frames
                 if len(frames) != 2:
                     raise ChannelError(f"a control message has {len(frames)} frames; expected a rank and a message")
-                self._job.handle(int(frames[0]), decode(frames[1]), time.monotonic())
+                self._job.handle(int(frames[0]), decode(frames[1]), self._now_s())
             except (ChannelError, ValueError) as error:
                 self.malformed += 1
                 logger.warning("dropped a control message: %s", error)

@@ -147,6 +147,7 @@ class JobState:
             loader, change.epoch, change.shares, change.planned, now_s, change.last
         )
         self._granted: list[dict[int, Grant]] = [{} for _ in range(world_size)]
+        self._stopped_s = 0.0  # Time in which the coordinator's process was stopped; see `paused`.
         self._last_seen_s = [now_s] * world_size
         self._sent_bye = self._warned_apart = False
         self._end_alert = EndAlert()
@@ -180,6 +181,7 @@ class JobState:
             raise ChannelError(f"a message came from rank {rank}; this job has ranks 0..{self.world_size - 1}")
         check(message, self.world_size, self._step_of)
         self._check_room(message)
+        now_s -= self._stopped_s
         self._last_seen_s[rank] = self._now_s = now_s
         if getattr(message, "optimizer_id", -1) in self._closed:
             return  # Sent before the rank learned that the optimizer has ended.
@@ -193,6 +195,9 @@ class JobState:
 
     def tick(self, now_s: float) -> float:
         """Act on what is due; return the latest time for the next call."""
+        return self._tick(now_s - self._stopped_s) + self._stopped_s
+
+    def _tick(self, now_s: float) -> float:
         self._now_s = now_s
         self._check_lost(now_s)
         self._break_deadlock(now_s)
@@ -226,7 +231,7 @@ class JobState:
         wake_s = min(wake_s, self.microbatches.tick(now_s))
         for optimizer in self.optimizers.values():
             if optimizer.decides(now_s):
-                silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self.silent_for_s(now_s))]
+                silent_s = [0.0 if r in self.finished else s for r, s in enumerate(self._silent_s(now_s))]
                 optimizer.links.bytes_per_s, optimizer.silent_s = self.links.bytes_per_s, silent_s
                 optimizer.links.suspected = self.links.suspected(now_s)
                 optimizer.machines = self._machines
@@ -234,13 +239,23 @@ class JobState:
             wake_s = min(wake_s, optimizer.tick(now_s))
         return wake_s
 
-    def paused(self, paused_s: float, now_s: float) -> None:
-        """Do not count `paused_s`, during which the coordinator's process was stopped, as silence of the ranks."""
-        self._last_seen_s = [min(now_s, seen_s + paused_s) for seen_s in self._last_seen_s]
+    def paused(self, paused_s: float) -> None:
+        """Do not count `paused_s`, in which the coordinator's process was stopped, before times after that are given.
+
+        It read no message meanwhile, so that ranks are not silent, nor do plans, steps or loops take longer for it.
+        """
+        self._stopped_s += paused_s
         self._deadlocks.look_anew()
+
+    def clock_s(self, own_s: float) -> float:
+        """Return, on the caller's clock, a time kept here, which does not count pauses; exact since the last one."""
+        return own_s + self._stopped_s
 
     def silent_for_s(self, now_s: float) -> list[float]:
         """Return the seconds since the last message of each rank."""
+        return self._silent_s(now_s - self._stopped_s)
+
+    def _silent_s(self, now_s: float) -> list[float]:
         return [now_s - seen for seen in self._last_seen_s]
 
     def _check_room(self, message: Message) -> None:

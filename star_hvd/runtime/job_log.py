@@ -202,7 +202,7 @@ class JobLog:
             if engine is None:
                 return
             plans, values = engine.plans[self._plans_logged :], self._values(engine)
-            begun_s = engine.plans_began_s[self._plans_logged :]
+            begun_s = [job.clock_s(began_s) for began_s in engine.plans_began_s[self._plans_logged :]]
             predictions_by_plan = [engine.predictions_by_plan.pop(plan.plan_id, {}) for _, plan in plans]
             outcomes = [one for one in engine.outcomes if (one.plan_id, one.step) > self._outcome_logged]
             active, shares_step = engine.active, engine.shares_step

@@ -7,7 +7,6 @@ import functools
 import logging
 import queue
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,11 +41,14 @@ from star_hvd.ps.common.auth import JobKey
 from star_hvd.runtime.process_sets import SetKeeper
 from star_hvd.runtime.server_sessions import ServerSessions
 from star_hvd.telemetry.step_timeline import TimedClient
+from star_hvd.telemetry.wait_time import WaitTime
 from star_hvd.threads import supervised
 
 __all__ = ["ModeServices"]
 
 logger = logging.getLogger("star_hvd")
+
+_SLICE_S = 1.0  # Longest wait between two looks at the time waited.
 
 Ranks = tuple[int, ...]
 
@@ -177,14 +179,15 @@ class ModeServices:
         return found
 
     def _await_sets(self, optimizer_id: int, plan: Plan) -> str | None:
-        limit_s = time.monotonic() + self._config.plan_deadline_s
+        limit_s, wait = self._config.plan_deadline_s, WaitTime(_SLICE_S, f"the process sets of {plan.label}")
 
         def is_known(ranks: Ranks) -> bool:
             return ranks in self._set_reasons or plan.plan_id <= self._given_up.get(optimizer_id, -1)
 
         for ranks in plan.sets:
             with self._changed:
-                self._changed.wait_for(functools.partial(is_known, ranks), max(0.0, limit_s - time.monotonic()))
+                while not is_known(ranks) and wait.count() < limit_s:
+                    self._changed.wait(min(_SLICE_S, limit_s - wait.passed_s))
                 if plan.plan_id <= self._given_up.get(optimizer_id, -1):
                     return f"{plan.label} was given up"
                 if ranks not in self._set_reasons:

@@ -26,6 +26,7 @@ from star_hvd.ps.common.layout import Layout, LayoutError
 from star_hvd.ps.common.optimizer_spec import OptimizerSpec
 from star_hvd.ps.owner.server_process import ServerProcess
 from star_hvd.ps.worker.client import Client
+from star_hvd.telemetry.wait_time import WaitTime
 from star_hvd.threads import supervised
 
 __all__ = ["ServerSessions"]
@@ -33,6 +34,7 @@ __all__ = ["ServerSessions"]
 logger = logging.getLogger("star_hvd")
 
 _ENDPOINT_PARTS = 3
+_SLICE_S = 1.0  # Longest wait between two looks at the time waited.
 _MOVES = 3  # Addresses of the own server that are announced for one plan; if it dies again, the plan is given up.
 
 
@@ -226,12 +228,14 @@ class ServerSessions:
     def _await_endpoints(self, client: Client, optimizer_id: int, plan: Plan) -> None:
         """Wait until it is known where all servers are; the client is closed where that is in vain."""
         key, limit_s = (optimizer_id, plan.plan_id), self._config.plan_deadline_s
+        wait = WaitTime(_SLICE_S, f"the servers of {plan.label}")
 
         def given_up() -> bool:
             return self._stopped or plan.plan_id <= self._given_up.get(optimizer_id, -1)
 
         with self._changed:
-            self._changed.wait_for(lambda: key in self._found or given_up(), limit_s)
+            while not (key in self._found or given_up()) and wait.count() < limit_s:
+                self._changed.wait(min(_SLICE_S, limit_s - wait.passed_s))
             if key in self._found and not given_up():
                 return
         client.close()

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from star_hvd.channel.messages.switch import Presence
 from star_hvd.channel.reliable import CONTROL
 from star_hvd.channel.state_transfer import TensorServer, fetch
 from star_hvd.config import Config
+from star_hvd.coordinator import coordinator as coordinator_module
 from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.engine.records import Snapshot
 from star_hvd.errors import DeadlineError
@@ -117,6 +119,26 @@ def test_a_job_from_its_plan_to_its_end(ranks: Ranks) -> None:
         assert rounds == [0, 1, 2], "an order is given once, to everybody, in order"
     assert ranks.coordinator.malformed == 0 and all(agent.malformed == 0 for agent in ranks.agents)
     assert ranks.rings[0].denied == 0, "nobody of the job was turned away"
+
+
+def test_a_pause_of_the_coordinators_process_is_not_counted(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it reads first behind it: messages that came meanwhile, or none."""
+    reads, jump_s = [0], [0.0]
+
+    def monotonic() -> float:
+        reads[0] += 1
+        return time.monotonic() + jump_s[0]
+
+    monkeypatch.setattr(coordinator_module, "time", SimpleNamespace(monotonic=monotonic))
+    ranks.register(Plan.ps(3, 1, servers=(0,)))
+    assert ranks.all_got(m.PlanMessage)
+    for _ in range(3):
+        jump_s[0] += 1000.0
+        seen = reads[0]
+        assert within(lambda seen=seen: reads[0] > seen + 20)  # type: ignore[misc]
+    with ranks.coordinator.job_state() as job:
+        assert max(job.silent_for_s(monotonic())) < 100.0 and not job.lost
+    assert not any(ranks.got(rank, m.Abandon) for rank in range(3))
 
 
 def test_an_answer_reaches_only_the_rank_that_asked(ranks: Ranks) -> None:

@@ -269,11 +269,30 @@ def test_a_coordinator_that_stood_still_calls_nobody_lost() -> None:
     job.register(None)
     job.pass_time(1.0)
     job.now_s += 30.0
-    job.state.paused(30.0, job.now_s)
+    job.state.paused(30.0)
     assert only(job.tick(), m.Bye) == [] and not job.state.lost
     job.pass_time(1.0)
     assert not job.state.lost
     assert only(job.pass_time(11.0, alive=(0, 1)), m.Bye) == [] and job.state.lost == {2}
+
+
+def test_a_coordinator_that_stood_still_gives_up_no_plan_and_closes_no_step(caplog: pytest.LogCaptureFixture) -> None:
+    """It could not hear meanwhile that the plan was prepared, nor that a gradient had arrived."""
+    for served in (True, False):
+        job = Job(3, Config(lost_after_s=1e6, plan_deadline_s=60.0, stall_warning_s=50.0))
+        job.register(Plan.ps(3, 1, servers=(0,)) if served else Plan.partial(3, 2))
+        for rank in range(3):
+            job.arrive(rank, 0, plan_id=0 if served else 1)
+        job.tick()
+        job.arrive(1, 1, plan_id=0 if served else 1)
+        job.pass_time(30.0)
+        job.now_s += 300.0
+        job.state.paused(300.0)
+        heard = job.tick() + job.pass_time(10.0)
+        assert not only(heard, m.Abandon) and not only(heard, m.CloseStep) and "waiting for" not in caplog.text
+        heard = job.pass_time(30.0)
+        assert only(heard, m.Abandon if served else m.CloseStep), "the time since then counts"
+        caplog.clear()
 
 
 def test_nobody_is_told_of_an_end_while_nobody_has_finished() -> None:

@@ -16,6 +16,7 @@ from star_hvd.errors import DeadlineError, RankLostError, StarError
 from star_hvd.ps.common.layout import LayoutError
 from star_hvd.runtime import mode_services, process_sets, server_sessions
 from star_hvd.runtime.mode_services import ModeServices
+from star_hvd.telemetry import wait_time
 
 PLAN = Plan.subgroup(4, (0, 1, 2), plan_id=1)
 
@@ -50,11 +51,8 @@ def test_a_set_that_was_not_made_once_is_made_when_asked_for_again(monkeypatch: 
         services.sets.stop()
 
 
-@pytest.mark.parametrize("plan", [PLAN, Plan.ps(4, 3, servers=(0,), plan_id=1)], ids=["sets", "servers"])
-@pytest.mark.parametrize("how", ["give_up", "forget"])
-def test_a_plan_that_is_given_up_does_not_hold_up_the_next_one(
-    plan: Plan, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def preparing(monkeypatch: pytest.MonkeyPatch, plan_deadline_s: float) -> ModeServices:
+    """Rank 3's services, for an optimizer whose servers need nothing."""
     keyring: Any = SimpleNamespace(peers=[None] * 4)
     key: Any = None
     applier = SimpleNamespace(buckets=[], optimizer=SimpleNamespace(param_groups=[]), base=None, hyper=None)
@@ -63,7 +61,16 @@ def test_a_plan_that_is_given_up_does_not_hold_up_the_next_one(
     monkeypatch.setattr(server_sessions, "Layout", SimpleNamespace(build=lambda *unused, **also: None))
     spec = SimpleNamespace(check_rebuilt=lambda optimizer: None)
     monkeypatch.setattr(server_sessions, "OptimizerSpec", SimpleNamespace(of=lambda *unused: spec))
-    services = ModeServices(3, Config(plan_deadline_s=600.0), keyring, key, "h", lambda *unused, **also: None, drivers)
+    config = Config(plan_deadline_s=plan_deadline_s)
+    return ModeServices(3, config, keyring, key, "h", lambda *unused, **also: None, drivers)
+
+
+@pytest.mark.parametrize("plan", [PLAN, Plan.ps(4, 3, servers=(0,), plan_id=1)], ids=["sets", "servers"])
+@pytest.mark.parametrize("how", ["give_up", "forget"])
+def test_a_plan_that_is_given_up_does_not_hold_up_the_next_one(
+    plan: Plan, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    services = preparing(monkeypatch, plan_deadline_s=600.0)
     found: list[str | None] = []
     waiting = threading.Thread(target=lambda: found.append(services.prepare(0, plan)), daemon=True)
     waiting.start()
@@ -73,6 +80,32 @@ def test_a_plan_that_is_given_up_does_not_hold_up_the_next_one(
     services.give_up(0, plan.plan_id) if how == "give_up" else services.forget(0)
     waiting.join(60.0)
     assert found and found[0] is not None, "it still waits for what nobody will make"
+
+
+@pytest.mark.parametrize("plan", [PLAN, Plan.ps(4, 3, servers=(0,), plan_id=1)], ids=["sets", "servers"])
+def test_a_pause_of_this_process_does_not_end_the_preparation_of_a_plan(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, jump_s, found = [0], [0.0], list[str | None]()
+
+    def monotonic() -> float:
+        reads[0] += 1
+        return time.monotonic() + jump_s[0]
+
+    monkeypatch.setattr(wait_time, "time", SimpleNamespace(monotonic=monotonic))
+    services = preparing(monkeypatch, plan_deadline_s=3600.0)
+    waiting = threading.Thread(target=lambda: found.append(services.prepare(0, plan)), daemon=True)
+    waiting.start()
+    for _ in range(2):
+        seen, limit_s = reads[0], time.monotonic() + 60.0
+        while reads[0] <= seen + 1 and time.monotonic() < limit_s:
+            time.sleep(0.01)
+        assert reads[0] > seen + 1
+        jump_s[0] += 10_000.0
+    assert waiting.is_alive() and not found
+    services.give_up(0, plan.plan_id)
+    waiting.join(60.0)
+    assert found and found[0] is not None
 
 
 @pytest.mark.parametrize("background", [None, True, False])
