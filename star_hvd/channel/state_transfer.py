@@ -297,6 +297,9 @@ class TensorServer:
             self.malformed += 1
             logger.warning("dropped a late gradient: %s", error)
             return
+        except Exception as error:  # Its optimizer has failed, say: this thread also serves the others.
+            logger.warning("cannot take a late gradient: %s", error)
+            return
         if answer is not None:
             self._router.send_multipart([peer, answer])
 

@@ -36,7 +36,7 @@ from star_hvd.channel.state_transfer import (
     unpack_snapshot,
 )
 from star_hvd.engine.records import Snapshot
-from star_hvd.errors import ChannelError, DeadlineError, RankLostError
+from star_hvd.errors import ChannelError, DeadlineError, RankLostError, StarError
 from star_hvd.telemetry import wait_time
 from tests.support.effort import cases
 
@@ -395,6 +395,21 @@ def test_malformed_requests_are_counted_and_the_next_one_is_served() -> None:
         assert server.malformed == 4
         assert fetch(client, 0, 0, 60.0) is not None
         socket.close(linger=0)
+        server.stop()
+
+
+def test_a_push_that_cannot_be_taken_is_no_end_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """It serves the other optimizers' late gradients, and ranks that are behind."""
+
+    def push(frames: list[bytes]) -> bytes | None:
+        raise StarError("rank 1's optimizer has failed")
+
+    with two_rings() as (_, client, router, _):
+        server = TensorServer(router, lambda optimizer_id, state_too, min_step: example(), 4096, push)
+        server.answer([b"peer", b"a header", b"a part"])
+        server.start()
+        assert fetch(client, 0, 0, 60.0) is not None and "optimizer has failed" in caplog.text
+        assert server.malformed == 0
         server.stop()
 
 
