@@ -400,22 +400,32 @@ class OtherRanks:
     def snapshot(self, min_step: int, deadline_s: float) -> Snapshot | None:
         """See `StateSource`."""
         self._check()
-        limit_s = time.monotonic() + deadline_s
-        self._send(messages.FindStateSource(self._optimizer_id))
+        began_s = time.monotonic()
+        rank = self._named(min(_ANSWER_S, deadline_s))
+        if rank < 0:
+            return None
+        left_s = max(0.1, began_s + deadline_s - time.monotonic())
         # Limited patience: if this rank is frozen, for example, another one may have the state, too.
+        patience_s = deadline_s / _SOURCES
         try:
-            answer = self._answers.get(timeout=min(_ANSWER_S, deadline_s))
-            if answer.rank >= 0 and answer.optimizer_id == self._optimizer_id:
-                left_s = max(0.1, limit_s - time.monotonic())
-                patience_s = deadline_s / _SOURCES
-                return fetch(
-                    self._keyring, answer.rank, self._optimizer_id, left_s, min_step=min_step, patience_s=patience_s
-                )
-        except queue.Empty:
-            pass
+            return fetch(self._keyring, rank, self._optimizer_id, left_s, min_step=min_step, patience_s=patience_s)
         except DeadlineError as error:
             logger.warning("%s", error)
         return None
+
+    def _named(self, deadline_s: float) -> int:
+        """Ask the coordinator for a rank; return it, -1 if it knows of none, or does not answer."""
+        with contextlib.suppress(queue.Empty):  # Behind answers that came too late, each would be taken for the next.
+            while True:
+                self._answers.get_nowait()
+        self._send(messages.FindStateSource(self._optimizer_id))
+        limit_s = time.monotonic() + deadline_s
+        with contextlib.suppress(queue.Empty):
+            while True:
+                answer = self._answers.get(timeout=max(0.0, limit_s - time.monotonic()))
+                if answer.optimizer_id == self._optimizer_id:
+                    return answer.rank
+        return -1
 
 
 def fetch(

@@ -229,6 +229,24 @@ def test_other_ranks_that_are_silent_or_named_for_another_optimizer_have_no_stat
         router.close(linger=0)
 
 
+def test_an_answer_that_comes_too_late_is_not_taken_for_the_next_one() -> None:
+    """The queue is that of all optimizers; each answer would be taken for the next request's, for ever."""
+    with two_rings() as (_, client, router, _):
+        server = TensorServer(router, lambda optimizer_id, state_too, min_step: example(), 4096)
+        server.start()
+        coordinator = Coordinator([0])
+        coordinator.answers.put(messages.StateSource(2, -1))
+        coordinator.answers.put(messages.StateSource(3, 1))
+
+        def send(message: messages.Message) -> None:
+            coordinator.answers.put(messages.StateSource(3, 1))
+            coordinator.send(message)
+
+        assert OtherRanks(client, 2, send, coordinator.answers, lambda: None).snapshot(7, 60.0) is not None
+        assert coordinator.answers.empty()
+        server.stop()
+
+
 def test_other_ranks_are_not_asked_by_a_rank_that_has_failed() -> None:
     def check() -> None:
         raise ChannelError("rank 1 has failed")
