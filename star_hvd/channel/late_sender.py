@@ -30,6 +30,7 @@ class Link(Protocol):
     """The part of `star_hvd.channel.late_push.ParentLink` used here."""
 
     def push(self, flats: Sequence[torch.Tensor], version: int) -> int: ...
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ class LateSender:
         self._waiting: Sum | None = None
         self.unanswered: Sum | None = None
         self._busy = self._closed = False
+        self._finished = self._closes_link = False  # Whether the thread uses the link no more, or closes it at its end.
         self._discarded = False  # Whether the parameters that follow the push in flight are no longer wanted.
         self._error: Exception | None = None
         self._snapshot: Snapshot | None = None
@@ -160,18 +162,23 @@ class LateSender:
         return self._busy or self._waiting is not None
 
     def close(self, deadline_s: float) -> Sum | None:
-        """Wait for the push in flight and end the thread. Return the gradients that were not sent."""
+        """Wait for the push in flight and end the thread. Return the gradients that were not sent.
+
+        A thread that has not ended within `deadline_s` closes the link itself once it has.
+        """
         with self._changed:
             self._closed = True
             unsent, self._waiting = self._waiting, None
             self._changed.notify_all()
         self._thread.join(deadline_s)
+        with self._changed:
+            self._closes_link |= not self._finished
         return unsent
 
     @property
-    def ended(self) -> bool:
-        """After `close`: whether the thread has ended and no longer uses the link."""
-        return not self._thread.is_alive()
+    def closes_link(self) -> bool:
+        """After `close`: whether the thread still used the link, and closes it itself; else that is the caller's."""
+        return self._closes_link
 
     def _check(self) -> None:
         if self._error is not None:
@@ -180,8 +187,15 @@ class LateSender:
     # ---- the thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with self._streams():
-            self._send_all()
+        try:
+            with self._streams():
+                self._send_all()
+        finally:
+            with self._changed:
+                self._finished = True
+                closes_link = self._closes_link
+            if closes_link:
+                self._link.close()
 
     def _send_all(self) -> None:
         try:

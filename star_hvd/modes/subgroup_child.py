@@ -239,7 +239,7 @@ class ChildSteps:
                 # It counts as taken over, since it was counted as sent.
                 self._engine.keep_late(flats, unsent.version, taken_over=True, weights=weights)
             self._count_unanswered(self._sender.unanswered)
-        if self._sender is None or self._sender.ended:
+        if self._sender is None or not self._sender.closes_link:
             self._link.close()
 
     def _count_unanswered(self, push: Sum | None) -> None:

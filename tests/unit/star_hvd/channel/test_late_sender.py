@@ -24,6 +24,10 @@ class SlowLink:
         self.begun = threading.Semaphore(0)
         self.free = threading.Semaphore(0)
         self.broken = False
+        self.closed = threading.Event()
+
+    def close(self) -> None:
+        self.closed.set()
 
     def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
         self.begun.release()
@@ -65,11 +69,19 @@ def test_at_the_end_what_is_on_its_way_arrives_and_the_rest_is_given_back() -> N
     sender.add(gradient(2.0), 2)
     sender.add(gradient(4.0), 3)
     unsent = sender.close(0.0)
-    assert not sender.ended, "a push is on its way"
+    assert sender.closes_link and not link.closed.is_set(), "a push is on its way"
     link.free.release()
     assert sender.close(DEADLINE_S) is None
     assert unsent is not None and (unsent.version, unsent.count, unsent.weight) == (2, 2, 2.0)
-    assert float(unsent.flats[0][0]) == 6.0 and sender.ended and link.taken == [(1.0, 1.0, 1)]
+    assert float(unsent.flats[0][0]) == 6.0 and link.taken == [(1.0, 1.0, 1)]
+    assert link.closed.wait(DEADLINE_S), "nobody else would"
+
+
+def test_a_link_that_nothing_uses_any_more_is_left_to_the_caller() -> None:
+    link = SlowLink()
+    sender = LateSender(link, "late", lambda contained: None)
+    assert sender.close(DEADLINE_S) is None
+    assert not sender.closes_link and not link.closed.is_set()
 
 
 def test_a_failure_is_raised_where_training_goes_on() -> None:
@@ -92,11 +104,12 @@ def test_a_push_that_fails_while_it_is_closed_is_named_and_not_given_back() -> N
     assert link.begun.acquire(timeout=DEADLINE_S)
     sender.add(gradient(2.0), 2)
     unsent = sender.close(0.0)
-    assert not sender.ended, "a push is on its way"
+    assert sender.closes_link, "a push is on its way"
     link.free.release()
     assert sender.close(DEADLINE_S) is None
-    assert unsent is not None and unsent.version == 2 and sender.ended
-    assert sender.unanswered is not None and (sender.unanswered.version, sender.unanswered.weight) == (1, 1.0)
+    assert unsent is not None and unsent.version == 2
+    assert link.closed.wait(DEADLINE_S) and sender.unanswered is not None
+    assert (sender.unanswered.version, sender.unanswered.weight) == (1, 1.0)
 
 
 def test_all_of_the_thread_is_on_streams_of_its_own() -> None:
@@ -108,6 +121,9 @@ def test_all_of_the_thread_is_on_streams_of_its_own() -> None:
         def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
             found.append(getattr(here, "own", False))
             return version + 1
+
+        def close(self) -> None:
+            """The caller closes it."""
 
     @contextlib.contextmanager
     def own() -> Iterator[None]:
@@ -121,7 +137,7 @@ def test_all_of_the_thread_is_on_streams_of_its_own() -> None:
     sender = LateSender(Link(), "late", receive, own)
     sender.add(gradient(1.0), 5)
     sender.flush(DEADLINE_S)
-    assert sender.close(DEADLINE_S) is None and sender.ended
+    assert sender.close(DEADLINE_S) is None and not sender.closes_link
     assert found == [True, True]
 
 
