@@ -137,22 +137,39 @@ class ServerSessions:
             with self._changed:
                 self._announced.pop((optimizer_id, plan.plan_id), None)
             return str(error)
-        self._tidy(optimizer_id, driver.engine.plan)
+        self._tidy(optimizer_id, driver.engine.plan, plan)
         if not self._connect(_Session(plan.plan_id, plan, client, [], layout, spec), optimizer_id):
             return f"optimizer {optimizer_id} has ended"
         return None
 
-    def _tidy(self, optimizer_id: int, active: Plan) -> None:
-        """Close an optimizer's sessions that are over, or whose plan was abandoned before it came into force."""
+    def _tidy(self, optimizer_id: int, active: Plan, newest: Plan) -> None:
+        """Close an optimizer's sessions that are over, or whose plan was abandoned before it came into force.
+
+        Args:
+            optimizer_id: Number of the optimizer.
+            active: The plan in force.
+            newest: The plan that is being prepared, which has no session yet.
+        """
         with self._changed:
             live = self._serves.get((optimizer_id, active.plan_id))
             kept = self._sessions.get(optimizer_id, [])
             past = [each for each in kept if each.number <= active.plan_id and each.number != live]
             begun = [each for each in past if each.begun]
+            # Of plans that are not in force yet only the newest may still be: its flags may have been up already.
+            ahead = [each for each in kept if each.number > active.plan_id]
             # Ended sessions may still be asked for their final state: keep the last, in modes without servers two.
-            old = [each for each in past if not each.begun] + begun[: -1 if live is not None else -2]
+            old = [each for each in past if not each.begun] + begun[: -1 if live is not None else -2] + ahead[:-1]
             self._sessions[optimizer_id] = [each for each in kept if each not in old]
+            self._forget_plans(optimizer_id, newest)
         self._close(optimizer_id, old)
+
+    def _forget_plans(self, optimizer_id: int, newest: Plan) -> None:
+        """Under the lock: forget what is known of plans without a session, except the one that is being prepared."""
+        numbers = {each.number for each in self._sessions[optimizer_id]}
+        for key in [key for key, number in self._serves.items() if key[0] == optimizer_id and number not in numbers]:
+            del self._serves[key]
+        for key in [key for key in self._found if key[0] == optimizer_id and key[1] < newest.plan_id]:
+            del self._found[key]
 
     def forget(self, optimizer_id: int) -> None:
         """Release the connections of an optimizer closed on all ranks, and its shards on this rank's server."""
@@ -326,7 +343,7 @@ class ServerSessions:
         """Whether two plans belong to the same session of servers."""
         with self._changed:
             numbers = [self._serves.get((optimizer_id, plan.plan_id), -1 - i) for i, plan in enumerate((one, other))]
-        return numbers[0] == numbers[1]
+        return one.plan_id == other.plan_id or numbers[0] == numbers[1]
 
     def begun(self, optimizer_id: int, plan: Plan) -> None:
         """Note that a plan is in force, so that its session is kept: its servers may come to hold the only state."""

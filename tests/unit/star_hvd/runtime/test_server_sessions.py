@@ -183,6 +183,18 @@ def test_plans_abandoned_in_sync_do_not_pile_up(made: Made) -> None:
     assert len(made.numbers()) <= 2
 
 
+def test_plans_abandoned_one_after_the_other_do_not_pile_up(made: Made) -> None:
+    """Under one plan: connections, addresses and what serves them."""
+    used = made.enter(ps(1))
+    for epoch in range(2, 12):
+        if epoch % 3:
+            made.prepare(grouped(epoch))
+        else:
+            made.tell(grouped(epoch))  # Given up before it connected.
+    assert made.numbers() == [1, 10, 11] and not used.closed, "the flags of the last but one may have been up"
+    assert made.sessions.known_plans(0) == {1, 10, 11}
+
+
 def test_the_last_state_of_the_mode_before_stays_to_be_had(made: Made) -> None:
     clients = []
     for epoch in range(1, 9, 2):
