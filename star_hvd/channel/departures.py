@@ -1,7 +1,8 @@
 """Finds ranks that have left the job for good: their process has ended, or works in another world (elastic).
 
 A silent rank may be frozen or cut off, and come back: then its kernel still accepts connections, or nothing answers at
-all. If the kernel refuses a connection to the rank's tensor socket, no process has that socket open any more.
+all. If the kernel goes on refusing connections to the rank's tensor socket, no process has that socket open any more; a
+single refusal may be that of a host or a filter on the way that has just come up, for example.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ __all__ = ["Departures"]
 
 _CONNECT_S = 0.5
 _FIRST_S, _LAST_S = 0.5, 30.0  # First and longest interval of probes: a frozen rank's connection queue is finite.
+_SURE_S, _SURE = 5.0, 3  # For how long, and at least how often, connections are refused before the rank has left.
+_AGAIN_S = 1.0  # Longest interval of probes after a refusal, which nothing queues.
 
 
 class Departures:
@@ -36,6 +39,7 @@ class Departures:
         self._peers, self._first_s, self._clock = peers, first_s, clock
         self._silent: frozenset[int] = frozenset()
         self._looks: dict[int, tuple[float, float]] = {}  # Time of a rank's next probe, and the interval after it.
+        self._refused: dict[int, list[float]] = {}  # Times of a rank's refusals since it last did not refuse.
 
     def note(self, rank: int, present: bool) -> None:
         """Note that the coordinator hears a rank again, or has not for some time; called in the agent's thread."""
@@ -52,16 +56,28 @@ class Departures:
         """
         silent = self._silent.union(also)
         self._looks = {rank: look for rank, look in list(self._looks.items()) if rank in silent}
+        self._refused = {rank: times_s for rank, times_s in list(self._refused.items()) if rank in silent}
         for rank in sorted(silent):
             at_s, pause_s = self._looks.get(rank, (-math.inf, self._first_s))
             if self._clock() >= at_s:
                 self._looks[rank] = (self._clock() + pause_s, min(_LAST_S, 2.0 * pause_s))
-                if self._has_left(self._peers[rank]):
+                if self._has_left(rank):
                     raise RankLostError(
                         f"rank {rank} has left the job: it is silent, and nothing listens at its address any more"
                     )
 
-    def _has_left(self, peer: Peer) -> bool:
+    def _has_left(self, rank: int) -> bool:
+        """Probe a rank; return whether it has refused for long enough."""
+        if not self._refuses(self._peers[rank]):
+            self._refused.pop(rank, None)
+            return False
+        now_s = self._clock()
+        refused_s = self._refused.setdefault(rank, [])
+        refused_s.append(now_s)
+        self._looks[rank] = (now_s + min(_AGAIN_S, self._first_s), self._first_s)
+        return len(refused_s) >= _SURE and now_s - refused_s[0] >= _SURE_S
+
+    def _refuses(self, peer: Peer) -> bool:
         kind = socket.AF_UNIX if peer.tensor_path else socket.AF_INET
         address = peer.tensor_path or (peer.host, peer.tensor_port)
         with socket.socket(kind, socket.SOCK_STREAM) as probe:

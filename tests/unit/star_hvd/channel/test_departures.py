@@ -68,3 +68,39 @@ def test_a_rank_is_looked_at_less_and_less_often(tmp_path: Path) -> None:
                 looked.append(now_s)
             now_s += 0.25
     assert looked[:4] == [0.0, 0.5, 1.5, 3.5] and len(looked) < 20
+
+
+def test_a_refusal_counts_only_if_others_follow(tmp_path: Path) -> None:
+    """That of a host that is just coming up, say, would end the job."""
+    now_s, path = 0.0, str(tmp_path / "socket")
+    found = Departures([Peer(b"", "127.0.0.1", 0, 1, tensor_path=path)], clock=lambda: now_s)
+    found.note(0, False)
+    for listens in (False, True, False):
+        with contextlib.ExitStack() as stack:
+            if listens:
+                rank = stack.enter_context(socket.socket(socket.AF_UNIX))
+                rank.bind(path)
+                rank.listen()
+            limit_s = now_s + 4.0
+            while now_s < limit_s:
+                found.check()
+                now_s += 0.25
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    with pytest.raises(RankLostError, match="rank 0 has left the job"):
+        for _ in range(20):
+            found.check()
+            now_s += 0.25
+
+
+def test_a_pause_between_two_refusals_is_no_time_in_which_it_refused(tmp_path: Path) -> None:
+    now_s = 0.0
+    found = Departures([Peer(b"", "127.0.0.1", 0, 1, tensor_path=str(tmp_path / "none"))], clock=lambda: now_s)
+    found.note(0, False)
+    found.check()
+    now_s += 1000.0
+    found.check()
+    with pytest.raises(RankLostError):
+        for _ in range(30):
+            now_s += 0.25
+            found.check()
