@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import pickle
+import random
 import sys
 import time
 import unittest.mock
@@ -22,7 +23,9 @@ import torch
 
 import star_hvd as hvd
 from star_hvd.errors import StarError
+from tests.multiproc.drawn_models import ACTIONS, DrawnNet, drawn_optimizer
 from tests.multiproc.modes import go_into, within
+from tests.support.effort import cases
 from tests.support.inside import driver_of, inside
 from tests.support.launch import write_result
 
@@ -632,6 +635,37 @@ def compute_bound(overlap: bool) -> Facts:
         if forms == {0}:
             break
     return {"forms": sorted(forms)}
+
+
+@program
+def drawn(overlap: bool) -> Facts:
+    """Networks and programs drawn at random (`drawn_models`)."""
+    facts, went_on = {}, 0
+    for seed in range(cases(16)):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        net = DrawnNet(rng)
+        optimizer = hvd.DistributedOptimizer(
+            drawn_optimizer(rng, net), net.named_parameters(), mode="sync", overlap=overlap
+        )
+        hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+        generator, seen = torch.Generator().manual_seed(100 * seed + int(hvd.rank())), []
+        for number in range(STEPS):
+            optimizer.zero_grad(set_to_none=rng.random() < 0.5)
+            loss = net(torch.randn(3, net.width, generator=generator), number).square().mean()
+            loss.backward()
+            if seed % 8 == 7 and number == STEPS - 3:  # Ends the overlap.
+                optimizer.synchronize()
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+            went_on += pending(optimizer)
+            seen.append((float(loss.detach()), *(rng.choice(ACTIONS)(net, optimizer, digest) for _ in range(2))))
+        facts[f"seed {seed}"] = end(net, optimizer, seen=seen)
+    assert (went_on > len(facts)) == overlap, f"{went_on} steps overlapped"
+    return facts
 
 
 def _wanted_forms(net: Net, optimizer: Any, overlap: bool) -> set[int]:
