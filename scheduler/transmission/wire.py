@@ -2,12 +2,14 @@
 
 The time of a whole step includes encoding, decoding and the smaller transfer, less what computation hides, so steps are
 compared. A form that loses more precision is used only if it saves 3 % of the step compared with one that loses less.
-Nothing is tried if the training thread hardly waits for reductions, and later trials cost at most 1 %.
+Nothing is tried if the training thread hardly waits for reductions, and later trials cost at most 1 %. Between trials
+the waiting is watched: once it clearly rises, as on a link that has become slow, a trial begins at once.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +28,8 @@ _CYCLES = 3  # Blocks of each form in a trial that stays undecided.
 _FIRST_REST, _LONGEST_REST = 512, 16_384  # Steps until the next trial; doubled if a trial changes nothing.
 _MOST_MISSED = 8  # Steps in a row that this rank did not time, after which it does not ask for a lossy form.
 _MOST_COST = 0.01  # Cost of a trial as a fraction of the steps until the next one.
+_WATCHED = 24  # Steps between trials whose median says how long steps wait now; 13 slow ones suffice for a trial.
+_CLEAR_RISE = 2.0  # Waiting over the rest of a step has risen if it is this many times that of the last trial.
 
 
 @dataclass(slots=True)
@@ -48,7 +52,9 @@ class WireChoice:
     _missed: int = 0
     _rest: int = _FIRST_REST
     _took_s: dict[int, list[float]] = field(default_factory=lambda: {form: [] for form in range(len(FORMS))})
-    _exposed: list[float] = field(default_factory=list)
+    _exposed: dict[int, list[float]] = field(default_factory=lambda: {form: [] for form in range(len(FORMS))})
+    _usual: float = 0.0  # Waiting over the rest of a step with the chosen form, when that was chosen.
+    _latest: deque[float] = field(default_factory=lambda: deque(maxlen=_WATCHED))  # Exposed parts since then.
 
     def observe(self, form: int, step_s: float, exposed_s: float) -> bool:
         """Record the end of a step.
@@ -65,15 +71,16 @@ class WireChoice:
         if form != self.wanted:  # Requested, but not active yet.
             return False
         self._steps += 1
+        exposed = min(1.0, exposed_s / step_s) if step_s > 0 else 0.0
         if not self._trial:
-            if self._steps >= self._rest:
+            self._latest.append(exposed)
+            if self._steps >= self._rest or self._waits_longer():
                 self._begin_trial()
             return False
         if self._steps <= _SKIPPED:
             return False
         self._took_s[form].append(step_s)
-        if form == NONE:
-            self._exposed.append(exposed_s / step_s if step_s > 0 else 0.0)
+        self._exposed[form].append(exposed)
         if self._steps < _SKIPPED + _BLOCK:
             return False
         return self._end_block()
@@ -95,17 +102,28 @@ class WireChoice:
         """Start over with other ranks that reduce together: earlier measurements do not apply to them."""
         self.wanted, self._chosen, self.reason = NONE, NONE, ""
         self._rest = _FIRST_REST
+        self._latest.clear()
         self._begin_trial()
 
     def _begin_trial(self) -> None:
         self.wanted, self._trial, self._cycle, self._steps, self._missed = NONE, True, 0, 0, 0
-        self._exposed.clear()
-        for times in self._took_s.values():
-            times.clear()
+        for values in (*self._exposed.values(), *self._took_s.values()):
+            values.clear()
+
+    def _waits_longer(self) -> bool:
+        """Whether steps with the chosen form wait so much longer than in the last trial that another may save time.
+
+        Waiting is compared with the rest of the step, since a part that is 0.9 cannot double. A trial takes the waiting
+        that began it as the usual one, so what it could not shorten begins no other one.
+        """
+        if self._chosen == self.lossiest or len(self._latest) < _WATCHED:
+            return False
+        exposed = statistics.median(self._latest)
+        return exposed >= _LEAST_EXPOSED and _ratio(exposed) >= _CLEAR_RISE * self._usual
 
     def _end_block(self) -> bool:
         self._steps = 0
-        if self.wanted == NONE and statistics.median(self._exposed) < _LEAST_EXPOSED:
+        if self.wanted == NONE and statistics.median(self._exposed[NONE]) < _LEAST_EXPOSED:
             return self._decide(NONE)
         if self.wanted < self.lossiest:
             self.wanted += 1
@@ -132,17 +150,32 @@ class WireChoice:
         return all(saved + _Z * error < _LEAST_GAIN for saved, error in gains)
 
     def _decide(self, form: int) -> bool:
-        exposed = statistics.median(self._exposed)
+        exposed = statistics.median(self._exposed[NONE])
         self.reason = f"{FORMS[form]}: reductions are {exposed:.0%} of a step without compression"
         took_s = {i: statistics.median(times) for i, times in self._took_s.items() if times}
         if len(took_s) > 1:
             self.reason += "; a step took " + ", ".join(f"{1e3 * s:.1f} ms ({FORMS[i]})" for i, s in took_s.items())
-        self._rest = min(_LONGEST_REST, 2 * self._rest) if form == self._chosen else _FIRST_REST
+        changed = form != self._chosen or self._waits_longer()
+        self._rest = _FIRST_REST if changed else min(_LONGEST_REST, 2 * self._rest)
         lost = sum(max(0.0, s / took_s[form] - 1) for s in took_s.values() if took_s[form] > 0)
         self._rest = max(self._rest, round((_SKIPPED + _BLOCK) * lost / _MOST_COST))
+        self._note_waiting(form)
         self.wanted = self._chosen = form
         self._trial, self._steps = False, 0
         return True
+
+    def _note_waiting(self, form: int) -> None:
+        """Note how long steps with the form wait now that it is chosen, for `_waits_longer`."""
+        known = [statistics.median(self._exposed[form])]
+        if form == self._chosen and len(self._latest) == _WATCHED:  # A trial may have waited less by chance.
+            known.append(statistics.median(self._latest))
+        self._usual = _ratio(max(known))
+        self._latest.clear()
+
+
+def _ratio(exposed: float) -> float:
+    """Waiting over the rest of a step, of a step that waits for the part `exposed`."""
+    return exposed / max(1e-3, 1.0 - exposed)
 
 
 def gain(base_s: Sequence[float], other_s: Sequence[float]) -> tuple[float, float]:

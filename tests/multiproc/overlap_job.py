@@ -470,6 +470,27 @@ def auto(overlap: bool) -> Facts:
 
 
 @program
+def auto_again(overlap: bool) -> Facts:
+    """Steps become clearly longer behind the verdict: both ranks try again, in the same steps."""
+    net, optimizer = make("auto" if overlap else False)
+    overlapped = driver_of(optimizer).overlapped
+    number, said = 0, []
+    for longer_s, steps in ((0.0, 64 + 8 + 8 * 32), (0.04, 4 * 16)):
+        if overlap and longer_s:
+            assert overlapped.decided
+            overlapped._trial._rest = 0  # A busy machine may have had it tried again already.
+        for _ in range(steps):
+            if longer_s:
+                time.sleep(longer_s)
+            step(net, optimizer, number)
+            number += 1
+        said.append(overlapped.describe() if overlap else "")
+    assert "tried again" in said[-1] or not overlap, said
+    assert hvd.allgather_object(said, name="again") == [said] * 2
+    return end(net, optimizer)
+
+
+@program
 def switching(overlap: bool) -> Facts:
     """From `sync` to relaxed modes and back; what fixes the outcome is that replicas are equal and nothing is lost."""
     net, optimizer = make(overlap)

@@ -67,3 +67,48 @@ def test_an_order_has_every_bucket_once(buckets: int) -> None:
     assert sorted(order) == list(range(buckets))
     if buckets == 16:
         assert order == (0, 2, 3, 5, 7, 8, 10, 12, 13, 15, 14, 11, 9, 6, 4, 1)
+
+
+def go_on(switch: OffSwitch, steps: int, without_s: float, with_s: float) -> int:
+    """Make steps; return the number of those in trials."""
+    tried = 0
+    for _ in range(steps):
+        tried += not switch.decided
+        switch.note(with_s if switch.on else without_s)
+    return tried
+
+
+def test_what_was_off_is_tried_again_once_steps_take_clearly_longer() -> None:
+    """Compute hid nothing worth it; then the link becomes slow."""
+    switch, _ = run(0.0, 0.001, 1)
+    go_on(switch, 3_000, 1.0, 1.0)
+    assert switch.decided and not switch.on
+    assert 0 < go_on(switch, 200, 3.0, 2.0) <= 3 * 32 + 16
+    assert switch.decided and switch.on and "again" in switch.describe("overlap")
+
+
+def test_what_was_kept_is_tried_again_once_steps_take_clearly_less() -> None:
+    switch, _ = run(0.3, 0.001, 1)
+    assert switch.on
+    assert go_on(switch, 200, 0.3, 0.35) > 0
+    assert switch.decided and not switch.on
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_a_small_shift_or_a_pause_is_no_reason_for_a_trial(factor: float) -> None:
+    switch, _ = run(0.2, 0.001, 1)
+    assert go_on(switch, 1_000, 1.0 * factor, 0.8 * factor) == 0
+    assert go_on(switch, 10, 50.0, 50.0) == 0 and go_on(switch, 500, 1.0, 0.8) == 0
+
+
+def test_steps_that_take_long_now_and_then_cost_few_trials() -> None:
+    switch, _ = run(0.0, 0.001, 1)
+    tried = sum(go_on(switch, 100, 1.0 + turn % 2, 1.2 * (1.0 + turn % 2)) for turn in range(400))
+    assert tried <= 0.05 * 40_000
+
+
+def test_ranks_that_record_the_same_times_try_again_alike() -> None:
+    rng, ranks = random.Random(3), [OffSwitch() for _ in range(3)]
+    for step in range(5_000):
+        time_s = (1.0 + (step // 700) % 3) * (1.0 - 0.2 * ranks[0].on) * (1.0 + abs(rng.gauss(0.0, 0.05)))
+        assert len({rank.note(time_s) for rank in ranks}) == len({rank.on for rank in ranks}) == 1

@@ -87,6 +87,53 @@ def test_a_link_that_recovers_is_noticed() -> None:
     assert run(choice, 12_000, lambda form: (0.1, 0.11, 0.12)[form], 0.1)[-1] == NONE
 
 
+def after(steps: int) -> WireChoice:
+    """The choice of a job that hardly waits for reductions for so many steps."""
+    choice = WireChoice()
+    assert set(run(choice, steps, lambda form: 1.0, 0.01)) == {NONE}
+    return choice
+
+
+@pytest.mark.parametrize("steps", [20, 1_500, 40_000])
+def test_a_link_that_becomes_slow_is_noticed_however_long_it_was_fast(steps: int) -> None:
+    choice = after(steps)
+    forms = run(choice, 100, lambda form: (10.0, 5.0, 1.5)[form], 0.9)
+    assert forms.index(HALF) <= 40 and set(forms[60:]) == {LOW_RANK}
+
+
+def test_a_link_that_becomes_slower_is_noticed_under_a_lossy_form() -> None:
+    choice = WireChoice()
+    assert run(choice, 300, lambda form: (1.0, 0.9, 1.1)[form], 0.2)[-1] == HALF
+    assert run(choice, 80, lambda form: (10.0, 5.5, 2.0)[form], 0.85)[-1] == LOW_RANK
+
+
+def test_waiting_that_no_form_shortens_does_not_start_a_trial_again_and_again() -> None:
+    """A slow rank comes and goes: what ranks wait for it is no time of a transfer."""
+    choice, took_s = after(2_000), (1.0, 1.05, 1.05)
+    forms = [form for turn in range(200) for form in run(choice, 100, lambda form: took_s[form], (0.4, 0.01)[turn % 2])]
+    assert sum(took_s[form] for form in forms) <= 1.01 * len(forms)
+    forms = run(choice, 20_000, lambda form: took_s[form], 0.4)
+    assert sum(took_s[form] for form in forms) <= 1.01 * len(forms)
+
+
+def test_noise_in_the_waiting_starts_few_trials() -> None:
+    for seed in range(20):
+        noise = random.Random(seed)
+        choice, form, tried = WireChoice(), NONE, 0
+        for _ in range(5_000):
+            choice.observe(form, 1.0, min(0.95, noise.lognormvariate(-2.5, 1.0)))  # Median 0.08.
+            form = choice.wanted
+            tried += form != NONE
+        assert tried <= 0.04 * 5_000
+
+
+def test_a_single_long_wait_starts_no_trial() -> None:
+    choice = after(2_000)
+    for step in range(300):
+        choice.observe(NONE, 1.0, 0.9 if step % 3 == 0 else 0.01)
+        assert choice.wanted == NONE
+
+
 def test_noise_alone_decides_for_no_loss() -> None:
     taken = 0
     for seed in range(100):
