@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 
 from scheduler.diagnosis.noise_scale import NoiseScale
-from star_hvd.channel.messages.base import HeaderNote, Register
+from star_hvd.channel.messages.base import GradientSizes, HeaderNote, Register
 
 __all__ = ["Gradients"]
 
@@ -30,6 +30,7 @@ class Gradients:
         self.total_bytes, self.edge_part, self.pushed_part = 0, 1.0, 1.0
         self.noise = NoiseScale()
         self._world_size = world_size
+        self._since_step = 0  # First step with gradients of these sizes.
         self._sent_bytes: deque[int] = deque(maxlen=_SENT_STEPS)  # Of the latest steps that reduced gradients.
         self._weights: deque[float] = deque(maxlen=_SENT_STEPS)  # Mean weights of a rank in the latest such steps.
 
@@ -38,9 +39,18 @@ class Gradients:
         self.total_bytes = message.gradient_bytes
         self.edge_part, self.pushed_part = message.edge_part, message.pushed_part
 
+    def resized(self, message: GradientSizes) -> None:
+        """Take in the sizes since parameters were added, which every rank sends; the newest ones count."""
+        same = message.gradient_bytes == self.total_bytes and message.step == self._since_step
+        if message.step < self._since_step or same:
+            return
+        self.total_bytes, self._since_step = message.gradient_bytes, message.step
+        self.edge_part, self.pushed_part = message.edge_part, message.pushed_part
+        self._sent_bytes.clear()  # Smaller gradients would pass for a form of compression.
+
     def note(self, message: HeaderNote) -> None:
         """Take in the statistics of a step's reduced header."""
-        if message.sent_bytes > 0:
+        if message.sent_bytes > 0 and message.step >= self._since_step:
             self._sent_bytes.append(message.sent_bytes)
         if message.local_count == self._world_size and message.folds == 0 and message.weight > 0:
             # Weights may be in any unit, as tokens are; the noise scale is in usual gradients of one rank.

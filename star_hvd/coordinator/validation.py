@@ -14,6 +14,7 @@ from star_hvd.channel.messages.base import (
     Away,
     FindStateSource,
     Finished,
+    GradientSizes,
     HeaderNote,
     Heartbeat,
     Hello,
@@ -57,6 +58,7 @@ FROM_RANKS: tuple[type[Message], ...] = (
     Drained,
     Feeds,
     Finished,
+    GradientSizes,
     Heartbeat,
     Hello,
     Join,
@@ -100,7 +102,7 @@ _TIMES_OF: dict[type[Message], tuple[tuple[str, Callable[[Any], float]], ...]] =
     for cls in FROM_RANKS
 }
 _STEP_OF: dict[type[Message], str] = {
-    **dict.fromkeys((Arrive, HeaderNote, Drained, Switched), "step"),
+    **dict.fromkeys((Arrive, GradientSizes, HeaderNote, Drained, Switched), "step"),
     **dict.fromkeys((Late, Join, StepNote), "version"),
     OptimizerDropped: "step",
 }
@@ -149,17 +151,22 @@ def _register(message: Register, world_size: int) -> None:
         claimed = values.get("world_size")
         if isinstance(claimed, int) and claimed != world_size:
             raise ChannelError(f"a plan is for {claimed} ranks; this job has {world_size}")
-    if message.gradient_bytes < 0:
-        raise ChannelError(f"gradient_bytes of a register message is {message.gradient_bytes}; expected 0 or more")
-    for name in ("edge_part", "pushed_part"):
-        part = getattr(message, name)
-        if not 0.0 < part <= 1.0:
-            raise ChannelError(f"{name} of a register message is {part!r}; expected above 0, at most 1")
+    _sizes(message, world_size)
     try:
         for values in (message.initial, message.plan or message.initial):
             Plan.from_dict(values)
     except (PlanError, TypeError) as error:
         raise ChannelError(f"a plan in a register message is invalid: {str(error)[:200]}") from error
+
+
+def _sizes(message: Register | GradientSizes, _: int) -> None:
+    size = message.gradient_bytes
+    if size < 0:
+        raise ChannelError(f"gradient_bytes of a {message.kind} message is {size}; expected 0 or more")
+    for name in ("edge_part", "pushed_part"):
+        part = getattr(message, name)
+        if not 0.0 < part <= 1.0:
+            raise ChannelError(f"{name} of a {message.kind} message is {part!r}; expected above 0, at most 1")
 
 
 def _link_rate(message: LinkRate, _: int) -> None:
@@ -287,6 +294,7 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     ProgramCollective: _program_collective,
     ProgramWait: _program_wait,
     Register: _register,
+    GradientSizes: _sizes,
     ServerUp: _address,
     ServerRestarted: _address,
     LinkRate: _link_rate,

@@ -23,7 +23,7 @@ from star_hvd.modes.ps_worker import StepInfo
 from star_hvd.telemetry.resources import Resources
 from star_hvd.telemetry.step_timeline import StepSample
 
-__all__ = ["StepLog", "StepReporter"]
+__all__ = ["StepLog", "StepReporter", "sizes_of"]
 
 logger = logging.getLogger("star_hvd")
 
@@ -33,6 +33,15 @@ _LATEST = 8  # Number of updates in a mean for the log.
 _MOST_STEPS = 100_000  # Entries of the timeline.
 _MOST_MEMBERS = 25_000_000  # Ranks named in a timeline whose entries all differ: 200 MB.
 _SMOOTHING = 0.2  # Weight of the newest step in this rank's usual compute time.
+
+
+def sizes_of(engine: StepEngine) -> tuple[int, float, float]:
+    """Return what the coordinator is told of the gradients: `gradient_bytes`, `edge_part` and `pushed_part`."""
+    applier = engine.applier
+    sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in applier.buckets]
+    # Gradients that are clipped, or on a device, are pushed as a whole.
+    whole = applier.max_grad_norm is not None or bool(engine.streams.devices) or not sum(sizes)
+    return sum(sizes), 1.0 if whole else sizes[-1] / sum(sizes), engine.wire.pushed_part
 
 
 class StepLog(Protocol):
@@ -111,6 +120,10 @@ class StepReporter:
         self.engine, self._previous = engine, engine.plan
         world_size = engine.plan.world_size
         self.timeline = deque(self.timeline, maxlen=min(_MOST_STEPS, max(_LATEST, _MOST_MEMBERS // world_size)))
+
+    def layout_changed(self) -> None:
+        """Tell the coordinator the sizes of gradients from the next step on: parameters were added, on all ranks."""
+        self._send(messages.GradientSizes(self.number, self.engine.step, *sizes_of(self.engine)))
 
     def begin_timing(self) -> None:
         """Note that the compute time of this rank's step is not known yet."""

@@ -64,6 +64,7 @@ from star_hvd.input.joined import Joined
 from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.input.program_waits import ProgramWaits
 from star_hvd.modes.driver import StepDriver
+from star_hvd.modes.step_reporter import sizes_of
 from star_hvd.run_log import new_run_name
 from star_hvd.runtime import program_end
 from star_hvd.runtime.asked_plans import AskedPlans
@@ -355,12 +356,7 @@ class Runtime:
         reporter.log = JobLog(self.run_name, reporter, hosts, self.coordinator, facts, ranker, self._curves)
         reporter.log.start()
         self._machine.start(self.run_name, gpu_identity(engine.applier.optimizer))
-        size = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets)
-        # Gradients that are clipped, or on a device, are pushed as a whole.
-        whole = engine.applier.max_grad_norm is not None or bool(engine.streams.devices)
-        last = sum(bucket.flat.numel() * bucket.flat.element_size() for bucket in engine.applier.buckets[-1:])
-        edge_part = 1.0 if whole or not size else last / size
-        parts = (edge_part, engine.wire.pushed_part)
+        size, *parts = sizes_of(engine)
         self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size, exact, *parts))
 
     def detach(self, driver: StepDriver) -> None:

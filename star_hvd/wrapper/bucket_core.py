@@ -739,6 +739,7 @@ class BucketCore:
             return
         self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))
         self.driver.switcher.parameters_added()
+        self.driver.reporter.layout_changed()
         if self._overlap is not None:
             self._overlap.layout_changed()
 

@@ -24,6 +24,7 @@ __all__ = [
     "CloseStep",
     "EpochEnd",
     "Finished",
+    "GradientSizes",
     "Grant",
     "Heartbeat",
     "Hello",
@@ -155,6 +156,20 @@ class Register(Message):
     exact: bool = False
     edge_part: float = 1.0
     pushed_part: float = 1.0
+
+
+@message_kind
+@dataclass(frozen=True, slots=True)
+class GradientSizes(Message):
+    """Parameters were added to an optimizer, on all ranks; from `step` on gradients have these sizes, as in
+    `register`."""
+
+    kind: ClassVar[str] = "gradient_sizes"
+    optimizer_id: int
+    step: int
+    gradient_bytes: int
+    edge_part: float
+    pushed_part: float
 
 
 @message_kind

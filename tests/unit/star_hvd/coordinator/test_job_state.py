@@ -679,6 +679,16 @@ def test_decisions_know_how_many_bytes_steps_send() -> None:
     assert job.engine.window().reduced_part == 0.5
 
 
+def test_decisions_know_the_bytes_of_added_parameters() -> None:
+    job = Job()
+    for rank in range(3):
+        job.say(rank, m.Register(0, Plan.sync(3).to_dict(), {}, 1000))
+    for rank in range(3):
+        job.say(rank, m.GradientSizes(0, 0, 9_000_000, 0.2, 0.26))
+    window = job.engine.window()
+    assert (window.comm_bytes, window.edge_part, window.reduced_part, window.pushed_part) == (9_000_000, 0.2, 1.0, 0.26)
+
+
 def test_arrivals_stay_hurried_as_long_as_a_rank_has_finished() -> None:
     job = Job()
     job.register(Plan.sync(3))

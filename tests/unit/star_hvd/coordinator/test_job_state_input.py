@@ -51,6 +51,10 @@ BAD = [
     m.Register(0, PLAN, {}, edge_part=math.nan),
     m.Register(0, PLAN, {}, pushed_part=0.0),
     m.Register(0, PLAN, {}, pushed_part=1.5),
+    m.GradientSizes(0, 0, -1, 1.0, 1.0),
+    m.GradientSizes(0, 0, 1, 0.0, 1.0),
+    m.GradientSizes(0, 0, 1, 1.0, math.nan),
+    m.GradientSizes(0, -1, 1, 1.0, 1.0),
     Feeds(-2, 0),
     Feeds(0, -1),
     ServerUp(0, 1, 99, ["127.0.0.1", "1", "00"]),
@@ -105,6 +109,7 @@ def test_the_state_that_is_compared_is_all_there_is() -> None:
         m.RequestBatch(0, 0, 10, 4, False),
         m.FindStateSource(0),
         m.Finished(1),
+        m.GradientSizes(0, 9, 4000, 0.5, 0.26),
         m.Unregister(0),
     ]
     for message in said:
@@ -145,6 +150,7 @@ LOOP = st.integers(0, 2)
 ANY = st.one_of(
     st.builds(m.Register, LOOP, st.sampled_from([PLAN, {}]), st.sampled_from([{}, Plan.partial(3, 2).to_dict()])),
     st.builds(m.Unregister, st.just(2)),
+    st.builds(m.GradientSizes, LOOP, COUNT, COUNT, TIME_S, TIME_S),
     st.builds(m.Arrive, LOOP, COUNT, st.integers(-1, 4), TIMES, TIME_S),
     st.builds(m.Late, LOOP, COUNT, st.integers(-1, 4), TIMES),
     st.builds(m.Join, LOOP, COUNT),

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from scheduler.plan.mode_names import parse_mode
 from scheduler.records import Plan
+from star_hvd.channel.messages import base as m
 from star_hvd.config import Config
 from star_hvd.engine.applier import Applier
 from star_hvd.engine.buckets import Bucket
@@ -653,3 +654,19 @@ def test_why_the_last_step_could_not_have_overlapped_is_known_though_nobody_aske
     rank.backward()
     rank.core.synchronize(manual=True)
     assert rank.driver.no_overlap == bucket_core.BY_HAND
+
+
+def test_the_coordinator_hears_the_sizes_of_added_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backbone that is unfrozen: what is sent in a step is no longer the head's."""
+    core = Hooked(monkeypatch, lambda bucket: None).core
+    driver, said = core.driver, list[m.Message]()
+    driver.reporter.start(driver.engine)
+    monkeypatch.setattr(driver.reporter, "_send", said.append)
+    monkeypatch.setattr(driver.switcher, "parameters_added", lambda: None, raising=False)
+    before = sum(bucket.flat.nbytes for bucket in core.buckets)
+    core.add_params([torch.nn.Parameter(torch.zeros(1 << 20))])
+    (sizes,) = said
+    assert isinstance(sizes, m.GradientSizes) and sizes.step == driver.engine.step
+    added = core.buckets[-1].flat.nbytes
+    assert sizes.gradient_bytes == before + added and added >= 4 << 20
+    assert sizes.edge_part == pytest.approx(added / sizes.gradient_bytes)
