@@ -209,6 +209,10 @@ def _timeline(event: Mapping[str, Any]) -> bool:
     return named and all(_is_count(event.get(name)) for name in ("interval_us", "exposed_us", "steps"))
 
 
+def _transmission(event: Mapping[str, Any]) -> bool:
+    return _numbers_at(event, "gain") and all(isinstance(event.get(name), str) for name in ("what", "chosen", "text"))
+
+
 def _is_count(value: Any) -> bool:
     """Whether a value is an integer that floats represent exactly: an index, bytes, microseconds."""
     return type(value) is int and abs(value) < _MOST_COUNT
@@ -220,5 +224,5 @@ def _is_absurd(time_s: Any) -> bool:
 
 _KINDS: dict[str, Callable[[Mapping[str, Any]], bool]] = {
     "facts": _facts, "plan": _plan, "window": _window, "outcome": _outcome, "metric": _metric, "end": _end,
-    "step": _step, "timeline": _timeline,
+    "step": _step, "timeline": _timeline, "transmission": _transmission,
 }  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 
 from scheduler.diagnosis.expected_times import outlook
 from scheduler.records import Window
+from scheduler.transmission.decision import LATE, PACE_DOWN, PACE_UP
 from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.coordinator.job_state import JobState
 from star_hvd.coordinator.optimizer_state import OptimizerState
@@ -164,11 +165,11 @@ def record_metric(
 
 def explain(optimizer: int | None = None) -> str:
     """Explain the active mode in one sentence: its reason, the alternatives, the exposed communication of a step, and
-    with `Compression.auto` the form of gradients.
+    what was decided on how gradients travel, by other ranks too: overlap, the form with `Compression.auto`, the pace.
 
     It starts with the step of the decision, as in the log, or the current step if there was no decision. Only rank 0
-    can explain; on other ranks, before the first optimizer and after `shutdown()`, the sentence says so. If the only
-    optimizers are ones that run as in Horovod, it says why they do.
+    can explain; on other ranks, before the first optimizer and after `shutdown()`, the sentence says so. Other ranks
+    add what they decided on how they send. If the only optimizers are ones that run as in Horovod, it says why they do.
 
     Args:
         optimizer: Its number in order of creation; by default the latest one.
@@ -180,13 +181,16 @@ def explain(optimizer: int | None = None) -> str:
     if run is None:
         return unlogged() or "no mode is active: no optimizer was made yet, or shutdown() has ended the job"
     if run.coordinator is None:
-        return f"only rank 0 can explain; this is rank {run.rank}"
+        own = run.drivers.get(max(run.drivers, default=-1) if optimizer is None else optimizer)
+        decisions = [] if own is None else list(own.reporter.decisions.values())
+        return "; ".join([f"only rank 0 can explain; this is rank {run.rank}", *(one.text for one in decisions)])
     with run.coordinator.job_state() as job:
         state = _optimizer_state(job, optimizer)
         none = unlogged() or "no mode is active: no optimizer was made yet"
         text = _of_step(state) if state is not None else none
         lockstep = state is not None and state.active.lockstep
         comm_s = state.arrivals.usual_comm_s if state is not None and lockstep else math.nan
+        others = state.transmissions.sentences(state.active.plan_id) if state is not None else []
     driver = run.drivers.get(max(run.drivers, default=-1) if optimizer is None else optimizer)
     if driver is None:
         return text
@@ -195,7 +199,9 @@ def explain(optimizer: int | None = None) -> str:
         overlapped = driver.overlapped.describe()
     advise = not (driver.asks_overlap or driver.no_overlap)
     exposed = exposure(list(driver.timeline.latest), driver.engine.plan.label, comm_s, advise_overlap=advise)
-    return "; ".join(part for part in (text, exposed, overlapped, driver.engine.wire.explain()) if part)
+    sent = [one.text for one in list(driver.reporter.decisions.values()) if one.what in (LATE, PACE_UP, PACE_DOWN)]
+    parts = (text, exposed, overlapped, driver.engine.wire.explain(), *sent, *others)
+    return "; ".join(part for part in parts if part)
 
 
 def _of_step(state: OptimizerState) -> str:

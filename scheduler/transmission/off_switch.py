@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Sequence
 
 from scheduler.transmission.blocks import Blocks
+from scheduler.transmission.decision import Decision
 
 __all__ = ["OffSwitch", "lower_bound"]
 
@@ -116,3 +117,14 @@ class OffSwitch:
             f"(median of {len(self.gains)} pairs of blocks of {_BLOCK_STEPS} steps, lower 90 % bound "
             f"{100.0 * lower_bound(self.gains):.1f} %){again}"
         )
+
+    def decision(self, what: str, name: str, kept: str = "kept", off: str = "off") -> Decision:
+        """Return the last trial's decision.
+
+        Args:
+            what: What it is about, see `Decision`.
+            name: The option's name in the sentence.
+            kept: What was chosen if it was kept.
+            off: What was chosen if not.
+        """
+        return Decision(what, kept if self.on else off, self.describe(name), statistics.median(self.gains))

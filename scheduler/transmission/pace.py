@@ -17,6 +17,8 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from scheduler.transmission.decision import Decision
+
 __all__ = ["SHARE", "Pace", "chunk_bytes", "paced_s"]
 
 SHARE = 0.8
@@ -26,6 +28,7 @@ _WORTH_S = 0.03  # Transfers shorter than this are not paced: about the queue th
 _LEAST_BYTES = 1 << 16  # Smaller transfers measure the rate only if they are long enough to be paced.
 _CHUNK_S, _LEAST_CHUNK_BYTES = 0.008, 4096  # Longest wait of other messages; each chunk wakes threads at both ends.
 _SOONEST, _RAREST = 8, 256
+_OTHER = 0.25  # A pace that differs by this fraction from the last one that was told is told, too.
 _SLOWER = 0.75  # Fraction of the pace: a paced transfer below it was slowed by the link, not by a thread.
 
 
@@ -60,6 +63,7 @@ class Pace:
         self._rates: deque[float] = deque([known_bytes_per_s] if known_bytes_per_s > 0.0 else [], maxlen=2)
         self._left = len(self._rates)  # Paced transfers until the next one that is not.
         self._rest = _SOONEST
+        self._told = 0.0  # The pace of the last decision that was told.
 
     def bytes_per_s(self, size_bytes: float) -> float:
         """The pace of the next transfer, of about `size_bytes`; 0 if it is not paced."""
@@ -93,3 +97,19 @@ class Pace:
             self._left, self._rest = 0, _SOONEST
         else:
             self._left = max(0, self._left - 1)
+
+    def news(self, what: str, size_bytes: float) -> Decision | None:
+        """Return the pace of transfers of about `size_bytes` if it is clearly another one than the last time.
+
+        Args:
+            what: What it is about, see `Decision`.
+            size_bytes: Size of a transfer.
+        """
+        pace = SHARE * max(self._rates) if self._worth(size_bytes) else 0.0
+        if abs(pace - self._told) <= _OTHER * self._told:
+            return None
+        self._told = pace
+        if not pace:
+            return Decision(what, "full", f"{what}: full speed, as a transfer takes at most {1e3 * _WORTH_S:.0f} ms")
+        chosen, rate = f"{pace / 1e6:.3g} MB/s", max(self._rates) / 1e6
+        return Decision(what, chosen, f"{what}: {chosen}, {SHARE:g} of the {rate:.3g} MB/s measured")

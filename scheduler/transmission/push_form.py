@@ -5,8 +5,11 @@ The time of a push includes encoding, transfer and decoding. The smaller form is
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field
+
+from scheduler.transmission.decision import LATE, Decision
 
 __all__ = ["PushChoice"]
 
@@ -24,10 +27,12 @@ class PushChoice:
     Attributes:
         small: Whether it is the smaller, lossy one.
         reason: The last decision with its measurements, empty before the first.
+        saved: Fraction of a push's time that the smaller form saved in the last trial; NaN if it was not possible.
     """
 
     small: bool = False
     reason: str = ""
+    saved: float = math.nan
     _chosen: bool = False
     _trial: bool = True
     _first: bool = True  # The first push opens the connection.
@@ -59,7 +64,9 @@ class PushChoice:
             return False
         if small != self.small:
             self._refused += 1
-            return self._refused >= _MOST_REFUSED and self._end(False, "they are: their values do not allow int8")
+            return self._refused >= _MOST_REFUSED and self._end(
+                False, "they are: their values do not allow int8", math.nan
+            )
         (self._small_s if small else self._whole_s).append(time_s)
         self.small = not small
         return len(self._whole_s) == len(self._small_s) and self._decide()
@@ -71,12 +78,19 @@ class PushChoice:
             return False
         chosen = small_s < (1.0 - _LEAST_GAIN) * whole_s
         name = "int8" if chosen else "they are"
-        return self._end(chosen, f"{name}: a push took {1e3 * whole_s:.1f} ms, {1e3 * small_s:.1f} ms as int8")
+        reason = f"{name}: a push took {1e3 * whole_s:.1f} ms, {1e3 * small_s:.1f} ms as int8"
+        return self._end(chosen, reason, 1.0 - small_s / max(1e-9, whole_s))
 
-    def _end(self, chosen: bool, reason: str) -> bool:
+    def _end(self, chosen: bool, reason: str, saved: float) -> bool:
         """End the trial; returns True, as a decision was made."""
-        self.reason = reason
+        self.reason, self.saved = reason, saved
         self._rest = min(_LONGEST_REST, 2 * self._rest) if chosen == self._chosen else _FIRST_REST
         self.small = self._chosen = chosen
         self._trial, self._left = False, self._rest
         return True
+
+    @property
+    def decision(self) -> Decision:
+        """The last decision."""
+        form = "int8" if self._chosen else "whole"
+        return Decision(LATE, form, f"late gradients travel as {self.reason}", self.saved)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scheduler.transmission.blocks import Blocks
+from scheduler.transmission.decision import TOGETHER, Decision
 
 __all__ = ["SizeSearch"]
 
@@ -62,3 +63,11 @@ class SizeSearch:
             return ""
         times = ", ".join(f"{1e3 * min(times):.1f} ms with {choice}" for choice, times in self.times_s.items())
         return f"buckets reduced at once: {self.together} (a step took {times})"
+
+    @property
+    def decision(self) -> Decision:
+        """The search's decision, after it."""
+        least_s = {choice: min(times) for choice, times in self.times_s.items()}
+        options = least_s.keys() - {_CHOICES[0]} if self.together == _CHOICES[0] else {self.together}
+        gain = 1.0 - min(least_s[choice] for choice in options) / max(1e-9, least_s[_CHOICES[0]])
+        return Decision(TOGETHER, str(self.together), self.describe(), gain)

@@ -8,10 +8,13 @@ the waiting is watched: once it clearly rises, as on a link that has become slow
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+from scheduler.transmission.decision import GRADIENTS, Decision
 
 __all__ = ["FORMS", "HALF", "LOW_RANK", "NONE", "WireChoice"]
 
@@ -40,11 +43,14 @@ class WireChoice:
         wanted: The form to ask for.
         lossiest: The last of `FORMS` that is tried, at least HALF.
         reason: The last decision with its measurements, empty before the first.
+        saved: Fraction of a step without compression that the chosen form saved in the last trial, or the best one if
+            none was chosen; NaN if none was tried.
     """
 
     wanted: int = NONE
     lossiest: int = LOW_RANK
     reason: str = ""
+    saved: float = math.nan
     _chosen: int = NONE
     _trial: bool = True  # The first block, without compression, also measures the exposed part.
     _cycle: int = 0
@@ -85,22 +91,32 @@ class WireChoice:
             return False
         return self._end_block()
 
-    def miss(self) -> None:
+    def miss(self) -> bool:
         """Record the end of a step that could not be timed, as a helper completed it for this rank.
 
         A form that nothing is measured of any more is given up: without measurements it would stay, even if it is slow.
+
+        Returns:
+            Whether a decision was made.
         """
         self._missed += 1
         if self._missed < _MOST_MISSED:
-            return
+            return False
         self._missed = 0
-        if self.wanted != NONE:
-            self.restart()
-            self.reason = f"{FORMS[NONE]}: this rank comes too late to time steps, so it asks for no other form"
+        if self.wanted == NONE:
+            return False
+        self.restart()
+        self.reason = f"{FORMS[NONE]}: this rank comes too late to time steps, so it asks for no other form"
+        return True
+
+    @property
+    def decision(self) -> Decision:
+        """The last decision."""
+        return Decision(GRADIENTS, FORMS[self.wanted], f"gradients travel as {self.reason}", self.saved)
 
     def restart(self) -> None:
         """Start over with other ranks that reduce together: earlier measurements do not apply to them."""
-        self.wanted, self._chosen, self.reason = NONE, NONE, ""
+        self.wanted, self._chosen, self.reason, self.saved = NONE, NONE, "", math.nan
         self._rest = _FIRST_REST
         self._latest.clear()
         self._begin_trial()
@@ -155,6 +171,9 @@ class WireChoice:
         took_s = {i: statistics.median(times) for i, times in self._took_s.items() if times}
         if len(took_s) > 1:
             self.reason += "; a step took " + ", ".join(f"{1e3 * s:.1f} ms ({FORMS[i]})" for i, s in took_s.items())
+        options = (form,) if form != NONE else (HALF, LOW_RANK)
+        base_s = max(1e-9, took_s[NONE])
+        self.saved = max((1.0 - took_s[option] / base_s for option in options if option in took_s), default=math.nan)
         changed = form != self._chosen or self._waits_longer()
         self._rest = _FIRST_REST if changed else min(_LONGEST_REST, 2 * self._rest)
         lost = sum(max(0.0, s / took_s[form] - 1) for s in took_s.values() if took_s[form] > 0)

@@ -25,6 +25,7 @@ from typing import Protocol
 import torch
 
 from scheduler.transmission import pace as pacing
+from scheduler.transmission.decision import PACE_DOWN, PACE_UP, Decision
 from star_hvd.channel.keys import Keyring
 from star_hvd.channel.state_transfer import LOOK_S, PUSH_MAGIC, Caller, PacedReplies, ask, next_due_s
 from star_hvd.engine.records import Snapshot
@@ -82,6 +83,7 @@ class ParentLink:
         link_bytes_per_s: Rate of this rank's link as measured earlier, 0 if unknown.
         paced: Whether transfers that take long are sent below the link's rate.
         check: Called every few seconds of a wait; raises an error that makes it pointless, as the loss of a rank does.
+        note: Called with every clear change of the pace.
     """
 
     def __init__(
@@ -98,9 +100,10 @@ class ParentLink:
         link_bytes_per_s: float = 0.0,
         paced: bool = True,
         check: Callable[[], None] = lambda: None,
+        note: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
         self.parent = parent
-        self._check = check
+        self._check, self._note = check, note
         self._packer = packer
         self._rank, self._optimizer_id = rank, optimizer_id
         self._chunk_bytes = chunk_bytes
@@ -138,6 +141,7 @@ class ParentLink:
                 now_s = time.monotonic()
                 if up is not None:
                     up.took(len(body), now_s - sent_s, pace)
+                    self._tell(up.news(PACE_UP, len(body)))
                 if self._down is not None:
                     self._down.size_bytes = self._down.size_bytes or len(body)
                 if self._packer is not None and not measures:  # The time of a measuring push is not comparable.
@@ -198,10 +202,17 @@ class ParentLink:
             DeadlineError: No more of the parent's answer arrived within the deadline.
         """
         pace = None if awaited or state_too else self._down
-        return ask(
+        found = ask(
             self._caller, self.parent, self._optimizer_id, self._deadline_s, state_too=state_too, min_step=min_step,
             pace=pace, check=self._check,
         )  # fmt: skip
+        if pace is not None:
+            self._tell(pace.pace.news(PACE_DOWN, pace.size_bytes))
+        return found
+
+    def _tell(self, decision: Decision | None) -> None:
+        if decision is not None:
+            self._note(decision)
 
     def close(self) -> None:
         """Close the socket."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from scheduler.transmission.decision import Decision
 from scheduler.transmission.wire import FORMS, HALF, LOW_RANK, NONE, WireChoice
 from star_hvd.compression.bucket_codec import BucketCodec
 from star_hvd.compression.pushes import PushCodec, small_size_bytes
@@ -58,6 +59,7 @@ class LossyWire(Wire):
         self.choice = choice or WireChoice()
         self._buckets = buckets
         self._clock = clock
+        self._note: Callable[[Decision], None] = lambda decision: None
         self._lock = ordered_lock("LossyWire._lock")
         self._codecs: list[BucketCodec] = []
         self.forbidden = ""
@@ -67,6 +69,9 @@ class LossyWire(Wire):
         self._rank = 0
         self._world_size = 1
         self._asked: int | None = None  # What the last header asked for; None before the plan's first.
+
+    def report_to(self, note: Callable[[Decision], None]) -> None:
+        self._note = note
 
     # ---- what the engine calls ------------------------------------------------------------------------------
 
@@ -136,10 +141,11 @@ class LossyWire(Wire):
         now_s = self._clock()
         if self._ended_s is not None and self._arrived_s is not None:
             decided = self.choice.observe(self.form, now_s - self._ended_s, now_s - self._arrived_s)
-            if decided and self._leads:
-                logger.info("gradients travel as %s", self.choice.reason)
         else:
-            self.choice.miss()
+            decided = self.choice.miss()
+        if decided and self._leads:
+            logger.info("gradients travel as %s", self.choice.reason)
+            self._note(self.choice.decision)
         self._ended_s, self._arrived_s = now_s, None
         self._ask()
         self._asked = asked if 0 <= asked < len(FORMS) else NONE
@@ -151,7 +157,7 @@ class LossyWire(Wire):
     # ---- late gradients to another rank ---------------------------------------------------------------------
 
     def packer(self) -> PushCodec:
-        return PushCodec(self, self._rank)
+        return PushCodec(self, self._rank, note=self._note)
 
     def pack(self, flats: Sequence[torch.Tensor], *, small: bool) -> bytes | None:
         """Return the bytes to send to one rank for contributions to all buckets; keep the residuals for the next one.
@@ -187,7 +193,7 @@ class LossyWire(Wire):
     # ---- pushes to servers ----------------------------------------------------------------------------------
 
     def server_pushes(self) -> ServerPushes:
-        self._to_servers = ServerPushes(self, self._rank)
+        self._to_servers = ServerPushes(self, self._rank, note=self._note)
         return self._to_servers
 
     def shrink(self, bucket: Bucket, ranges: Sequence[tuple[int, int]], *, small: bool) -> list[bytes | None]:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
 
+from scheduler.transmission.decision import Decision
 from scheduler.transmission.push_form import PushChoice
 from star_hvd.compression import int8
 from star_hvd.engine.buckets import Bucket
@@ -43,11 +44,18 @@ class PushCodec:
         residuals: Encodes, and keeps this rank's residuals.
         rank: This rank.
         choice: Chooses the form.
+        note: Called with every decision.
     """
 
-    def __init__(self, residuals: Residuals, rank: int, choice: PushChoice | None = None) -> None:
+    def __init__(
+        self,
+        residuals: Residuals,
+        rank: int,
+        choice: PushChoice | None = None,
+        note: Callable[[Decision], None] = lambda decision: None,
+    ) -> None:
         self.choice = choice or PushChoice()
-        self._residuals, self._rank = residuals, rank
+        self._residuals, self._rank, self._note = residuals, rank, note
         self._small = False
 
     def pack(self, flats: Sequence[torch.Tensor]) -> bytes:
@@ -66,6 +74,7 @@ class PushCodec:
             return
         if self.choice.observe(self._small, time_s):
             logger.info("rank %d: late gradients travel as %s", self._rank, self.choice.reason)
+            self._note(self.choice.decision)
 
 
 def whole_bytes(total: torch.Tensor, weight: float, dtype: torch.dtype) -> bytes:

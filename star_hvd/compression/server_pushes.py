@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from scheduler.transmission.decision import SERVERS, Decision
 from scheduler.transmission.off_switch import OffSwitch
 from star_hvd.engine.buckets import Bucket
 
 __all__ = ["Residuals", "ServerPushes"]
 
 logger = logging.getLogger("star_hvd")
+
+_NAME = "int8 for pushes to servers"
 
 
 class Residuals(Protocol):
@@ -36,6 +39,7 @@ class ServerPushes:
         rank: This rank.
         switch: Chooses the form.
         clock: The time in seconds; only differences count.
+        note: Called with every decision.
     """
 
     def __init__(
@@ -44,9 +48,10 @@ class ServerPushes:
         rank: int,
         switch: OffSwitch | None = None,
         clock: Callable[[], float] = time.monotonic,
+        note: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
         self.switch = switch or OffSwitch()
-        self._residuals, self._rank, self._clock = residuals, rank, clock
+        self._residuals, self._rank, self._clock, self._note = residuals, rank, clock, note
         self._ended_s: float | None = None
 
     def shrink(self, bucket: Bucket, ranges: Sequence[tuple[int, int]]) -> list[bytes | None]:
@@ -59,8 +64,9 @@ class ServerPushes:
         now_s = self._clock()
         if self._ended_s is not None and not self._residuals.forbidden and self.switch.note(now_s - self._ended_s):
             logger.info("rank %d: %s", self._rank, self.explain())
+            self._note(self.switch.decision(SERVERS, _NAME, "int8", "whole"))
         self._ended_s = now_s
 
     def explain(self) -> str:
         """Describe what was measured."""
-        return self.switch.describe("int8 for pushes to servers")
+        return self.switch.describe(_NAME)

@@ -38,6 +38,7 @@ from star_hvd.channel.messages.base import (
     RequestBatch,
     StateSource,
     StepWaits,
+    TransmissionNote,
     Unregister,
 )
 from star_hvd.channel.messages.joins import JoinCalled, JoinedRanks, ProgramCollective
@@ -750,6 +751,9 @@ HANDLERS: dict[type[Message], _Handler] = {
     Late: _on_optimizer(OptimizerState.late),
     Join: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.rule.join(rank, message.version, now_s)),
     GradientSizes: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.gradients.resized(message)),
+    TransmissionNote: _on_optimizer(
+        lambda optimizer, rank, message, now_s: optimizer.transmissions.note(rank, optimizer.active.plan_id, message)
+    ),
     HeaderNote: _on_optimizer(lambda optimizer, rank, message, now_s: optimizer.header_note(message, now_s)),
     ModeUnsupported: _on_optimizer(OptimizerState.mode_unsupported),
     LinkRate: lambda job, rank, message, now_s: job.links.note(rank, message.bytes_per_s),

@@ -45,6 +45,7 @@ from star_hvd.coordinator.plans.report_trigger import DecisionTimer
 from star_hvd.coordinator.plans.set_ledger import SetLedger
 from star_hvd.coordinator.plans.switch import Published
 from star_hvd.coordinator.reports import Arrivals, History, Losses, Pauses
+from star_hvd.coordinator.transmissions import Transmissions
 
 __all__ = ["OptimizerState"]
 
@@ -102,6 +103,7 @@ class OptimizerState:
         self.history = History(world_size, _HISTORY if world_size <= _MANY else _HISTORY_MANY)
         self.arrivals, self._pauses = Arrivals(world_size), Pauses(world_size)
         self.losses, self.gradients, self.loader = Losses(), Gradients(world_size), FeedingLoader()
+        self.transmissions = Transmissions()
         self.steps = self.closed = 0
         self.folds = 0.0  # Late gradients of all ranks that were folded into a later step.
         self.dropped: dict[int, OptimizerDropped] = {}  # Latest message of ranks that dropped the optimizer.

@@ -9,7 +9,9 @@ from typing import Any
 
 from scheduler.diagnosis.machine import MachineStats
 from scheduler.records import Plan, PlanError
+from scheduler.transmission.decision import WHAT
 from star_hvd.channel.messages.base import (
+    MOST_TEXT,
     Arrive,
     Away,
     FindStateSource,
@@ -25,6 +27,7 @@ from star_hvd.channel.messages.base import (
     OptimizerDropped,
     Register,
     RequestBatch,
+    TransmissionNote,
     Unregister,
     wire_fields,
 )
@@ -88,6 +91,7 @@ FROM_RANKS: tuple[type[Message], ...] = (
     StepNote,
     Switched,
     RequestBatch,
+    TransmissionNote,
     Unregister,
 )
 _MAX_AHEAD = 1 << 16  # Steps between two reports of a rank, which reports every step within 0.1 s.
@@ -102,7 +106,7 @@ _TIMES_OF: dict[type[Message], tuple[tuple[str, Callable[[Any], float]], ...]] =
     for cls in FROM_RANKS
 }
 _STEP_OF: dict[type[Message], str] = {
-    **dict.fromkeys((Arrive, GradientSizes, HeaderNote, Drained, Switched), "step"),
+    **dict.fromkeys((Arrive, GradientSizes, HeaderNote, Drained, Switched, TransmissionNote), "step"),
     **dict.fromkeys((Late, Join, StepNote), "version"),
     OptimizerDropped: "step",
 }
@@ -167,6 +171,14 @@ def _sizes(message: Register | GradientSizes, _: int) -> None:
         part = getattr(message, name)
         if not 0.0 < part <= 1.0:
             raise ChannelError(f"{name} of a {message.kind} message is {part!r}; expected above 0, at most 1")
+
+
+def _transmission(message: TransmissionNote, _: int) -> None:
+    if message.what not in WHAT or len(message.chosen) > MOST_TEXT or len(message.text) > MOST_TEXT:
+        raise ChannelError(
+            f"a transmission message is about {message.what[:20]!r}, with {len(message.chosen)} and "
+            f"{len(message.text)} characters; expected one of {', '.join(WHAT)}, and at most {MOST_TEXT}"
+        )
 
 
 def _link_rate(message: LinkRate, _: int) -> None:
@@ -295,6 +307,7 @@ _SPECIAL: dict[type[Message], Callable[[Any, int], None]] = {
     ProgramWait: _program_wait,
     Register: _register,
     GradientSizes: _sizes,
+    TransmissionNote: _transmission,
     ServerUp: _address,
     ServerRestarted: _address,
     LinkRate: _link_rate,

@@ -9,12 +9,13 @@ the elements of parameter and gradient by memory position, and do not report dif
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from scheduler.transmission.decision import Decision
 from star_hvd.engine.bucket_sizes import partition
 
 __all__ = ["Bucket", "Wire", "in_format_of", "memory_format_of", "pack", "set_weight", "wire_dtype"]
@@ -249,6 +250,9 @@ class Wire:
     def pushed_part(self) -> float:
         """Fraction of a gradient's bytes that a push to one rank has in the smallest allowed form."""
         return 1.0
+
+    def report_to(self, note: Callable[[Decision], None]) -> None:
+        """Report this rank's decisions on the encoding through `note`, from any thread."""
 
     def begin(self, streams: Any, rank: int, world_size: int) -> None:
         """Start, with the engine, on all ranks alike."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from scheduler.diagnosis.window_stats import slow_limit_s
 from scheduler.records import Plan, StepReport, StepTimes
+from scheduler.transmission.decision import Decision
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.base import Send
 from star_hvd.channel.messages.switch import StepNote, Switched
@@ -59,6 +60,8 @@ class StepLog(Protocol):
 
     def timeline(self, record: Mapping[str, Any]) -> None: ...
 
+    def transmission(self, step: int, decision: Decision) -> None: ...
+
     def close(self, status: str = "FINISHED") -> None: ...
 
 
@@ -85,6 +88,8 @@ class StepReporter:
             whole one.
         wait_s: How long it then waited for the others.
         on_header: Called with every header of a reduced step, under the engine's lock.
+        decisions: This rank's latest decisions on how something is sent, under the plan in force, by what they are
+            about.
         timing: Whether the work of the arriving step is still being timed; its message waits for that.
     """
 
@@ -97,6 +102,7 @@ class StepReporter:
         self._ranks: list[int] = []  # Named in the timeline; of Python's integers only those up to 256 are shared.
         self.mismatches = 0
         self.steps_logged = 0
+        self.decisions: dict[str, Decision] = {}
         self.immediately = False
         self.batch_from = (0, 0)
         self.reference_samples = 0.0
@@ -225,6 +231,20 @@ class StepReporter:
         if self.log is not None:
             self.log.timeline(sample.as_record())
 
+    def note_transmission(self, decision: Decision) -> None:
+        """Write a decision of this rank on how something is sent to the run log, and tell rank 0, which explains it.
+
+        May be called in any thread.
+        """
+        step = self.engine.step
+        self.decisions[decision.what] = decision
+        if self.log is not None:
+            self.log.transmission(step, decision)
+        if self.engine.rank != 0:
+            gain, text = decision.gain, decision.text[: messages.MOST_TEXT]
+            note = messages.TransmissionNote(self.number, step, decision.what, decision.chosen, gain, text)
+            self._send(note, urgent=False)
+
     def on_arrive(self, step: int, plan_id: int) -> None:
         self._send_timed(lambda: self._send_arrive(step, plan_id))
 
@@ -296,6 +316,7 @@ class StepReporter:
     def on_switch(self, step: int, plan: Plan) -> None:
         logger.info("rank %d: step %d: switch to %s", self.engine.rank, step, plan.label)
         previous, self._previous = self._previous, plan
+        self.decisions.clear()
         self._switched(plan)
         if previous.mode == "subgroup" and self.engine.rank == previous.members[0]:
             self._send(Switched(self.number, plan.plan_id, step))  # The children were not asked.

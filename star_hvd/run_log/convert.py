@@ -15,7 +15,16 @@ from typing import Any
 
 from scheduler.target import Target
 
-__all__ = ["MetricRow", "RunState", "Segment", "flat", "metric_name", "point_metric", "window_metrics"]
+__all__ = [
+    "MetricRow",
+    "RunState",
+    "Segment",
+    "flat",
+    "metric_name",
+    "point_metric",
+    "transmission_metric",
+    "window_metrics",
+]
 
 MetricRow = tuple[str, float, int, int]
 """Key, value, time in ms since 1970, step."""
@@ -115,6 +124,8 @@ class RunState:
         elif kind == "outcome":
             self._advance(time_s, step)
             self._add_outcome(event)
+        elif kind == "transmission":
+            self._advance(time_s, step)
         elif kind == "metric":
             self._advance(time_s, step)
             self._add_point(str(event.get("name")), _number(event.get("value"), math.nan), time_s, step)
@@ -216,6 +227,11 @@ def point_metric(event: Mapping[str, Any], began_unix_s: float) -> Iterator[Metr
     if math.isfinite(value):
         step = int(_number(event.get("step"), 0.0))
         yield metric_name(str(event.get("name"))), value, _at_ms(event, began_unix_s), step
+
+
+def transmission_metric(event: Mapping[str, Any], began_unix_s: float) -> Iterator[MetricRow]:
+    """Yield what a decision on sending gains as a metric, `gain/overlap` for example; nothing if that is unknown."""
+    yield from point_metric({**event, "name": f"gain/{event.get('what')}", "value": event.get("gain")}, began_unix_s)
 
 
 def metric_name(name: str) -> str:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from scheduler.plan.plan import Plan
 from scheduler.records import StepReport
+from scheduler.transmission.decision import Decision
 from star_hvd.run_log import dispatch, layout
 from star_hvd.run_log.spool import SpoolWriter, line_of
 from star_hvd.run_log.windows import PerRankReadings
@@ -124,6 +125,20 @@ class RunLog:
         """Log when the buckets of one of this rank's steps were transferred, to the rank's file."""
         now_s = self._now_s()
         self._put(False, "timeline", lambda: {"kind": "timeline", "time_s": round(now_s, 6), **record})
+
+    def transmission(self, step: int, decision: Decision) -> None:
+        """Log a decision of this rank on how something is sent: on rank 0 to the job's file, else to the rank's.
+
+        Args:
+            step: The step that ended before it.
+            decision: The decision.
+        """
+        now_s = self._now_s()
+        self._put(
+            self._rank == 0,
+            "transmission",
+            lambda: {"kind": "transmission", "time_s": round(now_s, 6), "step": step, **decision.as_record()},
+        )
 
     def facts(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Log parameters that have become known, an optimizer's for example. Ignored on ranks other than 0.

@@ -13,8 +13,9 @@ from star_hvd.run_log.figures import curves_svg, modes_svg, ranks_svg
 from star_hvd.run_log.story import RunStory, read_story
 from star_hvd.run_log.timeline_figure import chosen_samples, steps_svg
 
-__all__ = ["rank_table", "segment_table", "sentence", "summary_of", "write_page"]
+__all__ = ["rank_table", "segment_table", "sent_table", "sentence", "summary_of", "write_page"]
 
+_MOST_DECISIONS = 40  # On sending; the latest are shown.
 _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;margin:.5rem 0}td,th{padding:.15rem .7rem;text-align:right;border-bottom:1px solid #ddd}
 td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.q{color:#666}"""
@@ -112,15 +113,27 @@ def _uneven(story: RunStory) -> list[str]:
 
 
 def _steps(story: RunStory) -> list[str]:
-    """Return the section with timelines of single steps; empty for a log without any."""
+    """Return the section with timelines of single steps, and decisions on sending; empty for a log without either."""
+    sent = sent_table(story)
+    how = ["<h2>What was sent how</h2>", sent] if sent else []
     samples = chosen_samples(story.samples)
     if not samples:
-        return []
+        return how
     text = (
         "Of each mode the sampled step of median waiting. Top: the training thread. Below: the buckets on their way, "
         "hidden behind compute or waited for; waiting includes that for slower ranks. Dashed: the end of the step."
     )
-    return ["<h2>One step</h2>", steps_svg(samples), f"<p class=q>{text}</p>"]
+    return ["<h2>One step</h2>", steps_svg(samples), f"<p class=q>{text}</p>", *how]
+
+
+def sent_table(story: RunStory) -> str:
+    """Return the table of the latest decisions on sending, as HTML; empty without any."""
+    rows = []
+    for rank, event in sorted(story.transmissions, key=lambda item: item[1].get("step") or 0)[-_MOST_DECISIONS:]:
+        gain = event.get("gain")
+        saved = f"{gain:.1%}" if isinstance(gain, (int, float)) else ""
+        rows.append((event.get("what"), rank, event.get("step"), event.get("chosen"), saved, event.get("text")))
+    return _table(("what", "rank", "step", "chosen", "saves", "because"), rows) if rows else ""
 
 
 def summary_of(story: RunStory) -> str:

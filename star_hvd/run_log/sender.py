@@ -16,7 +16,7 @@ from typing import Any
 from scheduler.mlflow_limits import limit_requests
 from scheduler.redact import redacted
 from star_hvd.run_log import layout
-from star_hvd.run_log.convert import MetricRow, RunState, flat, point_metric, window_metrics
+from star_hvd.run_log.convert import MetricRow, RunState, flat, point_metric, transmission_metric, window_metrics
 from star_hvd.run_log.spool import read_events
 
 __all__ = ["Sender", "connect"]
@@ -176,6 +176,8 @@ class Sender:
             return window_metrics(event, began_unix_s, self.state.windows - 1)
         elif kind == "metric":
             return point_metric(event, began_unix_s)
+        elif kind == "transmission":
+            return transmission_metric(event, began_unix_s)
         return ()
 
     def _connect(self) -> None:

@@ -34,6 +34,7 @@ _ROOM = {
     "timeline": (0.25, 0.75),
     "window": (0.25, 0.75),
     "shares": (0.25, 0.75),
+    "transmission": (0.25, 0.75),
     "metric": (0.75, 0.97),
 }
 """Fractions (first, last) of a file's limit between which entries of a kind are thinned out: one in

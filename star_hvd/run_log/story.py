@@ -38,6 +38,8 @@ class RunStory:
         pace: Per rank, its compute time in seconds, likewise, in each of `BINS` equal parts of the run, NaN if unknown.
         samples: Rank and event of sampled steps' timelines: of every mode those of the first rank that has any, thinned
             evenly if there are hundreds.
+        transmissions: Rank and event of decisions on how something was sent, of every rank thinned evenly if there are
+            hundreds.
         recorded: Smallest and largest value of every curve of `hvd.record_metric`.
     """
 
@@ -50,6 +52,7 @@ class RunStory:
         self.steps: dict[int, tuple[int, float, float, float]] = {}
         self.pace: dict[int, list[float]] = {}
         self.samples: list[tuple[int, dict[str, Any]]] = []
+        self.transmissions: list[tuple[int, dict[str, Any]]] = []
         self.recorded: dict[str, tuple[float, float]] = {}
 
     def spans_s(self) -> list[float]:
@@ -76,7 +79,7 @@ def read_story(directory: Path, on_progress: Callable[[], None] = lambda: None) 
     """
     about = layout.read_about(directory)
     story, usual = RunStory(about["name"], about["world_size"]), UsualBatches()
-    windows = _Thinned(_MOST_POINTS)
+    windows, decisions = _Thinned(_MOST_POINTS), _Thinned(_MOST_SAMPLES)
     for event in _events(directory / layout.EVENTS, on_progress):
         story.state.take(event)
         usual.take(event)
@@ -86,13 +89,15 @@ def read_story(directory: Path, on_progress: Callable[[], None] = lambda: None) 
             value = event.get("loss")
             if isinstance(value, float):
                 story.curves.setdefault("loss", []).append((event["time_s"], event["step"], value))
+        elif event.get("kind") == "transmission":
+            decisions.add((0, event))
         elif event.get("kind") == "metric" and isinstance(event.get("value"), (int, float)):
             name, value = str(event.get("name")), float(event["value"])
             at = (event.get("time_s") or 0.0, event.get("step") or 0)
             story.curves.setdefault(name, []).append((*at, value))
             least, most = story.recorded.get(name, (math.inf, -math.inf))
             story.recorded[name] = (min(least, value), max(most, value))
-    story.windows = windows.items
+    story.windows, story.transmissions = windows.items, decisions.items
     story.curves = {name: _thinned(points) for name, points in story.curves.items()}
     _read_ranks(story, directory, usual, on_progress)
     return story
@@ -104,13 +109,17 @@ def _read_ranks(story: RunStory, directory: Path, usual: UsualBatches, on_progre
     for rank in range(story.world_size):
         reports = _Reports()
         samples: dict[tuple[str, str], _Thinned] = {}
+        decisions = _Thinned(_MOST_SAMPLES)
         for event in _events(directory / f"rank{rank}.jsonl", on_progress):
             if event.get("kind") == "step":
                 reports.take(event)
             elif event.get("kind") == "timeline" and (mode := (event["mode"], event["means"])) not in sampled:
                 samples.setdefault(mode, _Thinned(_MOST_SAMPLES)).add((rank, event))
+            elif event.get("kind") == "transmission":
+                decisions.add((rank, event))
         sampled |= samples.keys()
         story.samples += [sample for same in samples.values() for sample in same.items]
+        story.transmissions += decisions.items
         compute_s = reports.usual_s(usual)
         if compute_s:
             late = reports.late / len(compute_s)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from scheduler.records import StepReport
 from scheduler.target import Target
+from scheduler.transmission.decision import Decision
 from star_hvd import env
 from star_hvd.coordinator.coordinator import Coordinator
 from star_hvd.coordinator.optimizer_state import OptimizerState
@@ -140,6 +141,10 @@ class JobLog:
     def timeline(self, record: Mapping[str, Any]) -> None:
         """Log when the buckets of one of this rank's steps were transferred."""
         self._log.timeline(record)
+
+    def transmission(self, step: int, decision: Decision) -> None:
+        """Log a decision of this rank on how something is sent."""
+        self._log.transmission(step, decision)
 
     def close(self, status: str = "FINISHED") -> None:
         """Write what is left and end; the sender to MLflow continues on its own for a while.

@@ -231,6 +231,7 @@ class ModeServices:
             packer=driver.engine.wire.packer(),
             link_bytes_per_s=self._link_bytes_per_s,
             check=functools.partial(self.check_world, driver.engine),
+            note=driver.reporter.note_transmission,
         )
         return ChildSteps(
             driver.engine,

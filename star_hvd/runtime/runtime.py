@@ -355,6 +355,7 @@ class Runtime:
         reporter = driver.reporter
         reporter.log = JobLog(self.run_name, reporter, hosts, self.coordinator, facts, ranker, self._curves)
         reporter.log.start()
+        engine.wire.report_to(reporter.note_transmission)
         self._machine.start(self.run_name, gpu_identity(engine.applier.optimizer))
         size, *parts = sizes_of(engine)
         self.agent.send(messages.Register(driver.number, initial.to_dict(), wanted, size, exact, *parts))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from scheduler.transmission.decision import OVERLAP
 from scheduler.transmission.off_switch import OffSwitch
 from scheduler.transmission.order import order_in_groups
 from scheduler.transmission.sizes import SizeSearch
@@ -161,20 +162,21 @@ class Overlap:
                 self._refusal = None
         if self._held_back:  # The step whose time this is may have been sent either way.
             return
-        sizes, trial = self._sizes, self._trial
+        sizes, trial, decision = self._sizes, self._trial, None
         if not sizes.decided:
             together = sizes.together
-            ended = sizes.note(header.interval_s)
-            if sizes.together != together or ended:
-                self._use(overlap=trial is None or not ended)
+            if sizes.note(header.interval_s):
+                decision = sizes.decision
+            if sizes.together != together or decision is not None:
+                self._use(overlap=trial is None or decision is None)
         elif trial is not None:
-            ended = trial.note(header.interval_s)
+            if trial.note(header.interval_s):
+                decision = trial.decision(OVERLAP, "overlap")
             if trial.on != self._on:
                 self._use(overlap=trial.on)
-        else:
-            return
-        if ended and self._engine.rank == 0:
+        if decision is not None and self._engine.rank == 0:
             logger.info("%s", self.describe())
+            self.driver.reporter.note_transmission(decision)
 
     def describe(self) -> str:
         """Describe why steps do not overlap, or what was decided by trial; empty if nothing was yet."""

@@ -466,6 +466,8 @@ def auto(overlap: bool) -> Facts:
     assert hvd.allgather_object(went_on, name="blocks") == [went_on] * 2
     assert 0 < sum(went_on) < len(went_on) or not overlap
     assert ("overlap is" in hvd.explain()) == (overlap and int(hvd.rank()) == 0), hvd.explain()
+    told = driver_of(optimizer).reporter.decisions
+    assert set(told) <= {"buckets together", "overlap"} and bool(told) == (overlap and int(hvd.rank()) == 0), told
     return end(net, optimizer)
 
 
@@ -476,16 +478,13 @@ def auto_again(overlap: bool) -> Facts:
     overlapped = driver_of(optimizer).overlapped
     number, said = 0, []
     for longer_s, steps in ((0.0, 64 + 8 + 8 * 32), (0.04, 4 * 16)):
-        if overlap and longer_s:
-            assert overlapped.decided
-            overlapped._trial._rest = 0  # A busy machine may have had it tried again already.
         for _ in range(steps):
             if longer_s:
                 time.sleep(longer_s)
             step(net, optimizer, number)
             number += 1
         said.append(overlapped.describe() if overlap else "")
-    assert "tried again" in said[-1] or not overlap, said
+    assert any("tried again" in text for text in said) or not overlap, said  # A busy machine may have had it earlier.
     assert hvd.allgather_object(said, name="again") == [said] * 2
     return end(net, optimizer)
 

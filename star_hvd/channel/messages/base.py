@@ -15,6 +15,7 @@ from scheduler.records import StepTimes
 from star_hvd.errors import ChannelError
 
 __all__ = [
+    "MOST_TEXT",
     "CLOSE",
     "MAX_BYTES",
     "Abandon",
@@ -43,6 +44,7 @@ __all__ = [
     "FindStateSource",
     "StateSource",
     "RequestBatch",
+    "TransmissionNote",
     "Unregister",
     "decode",
     "encode",
@@ -51,6 +53,9 @@ __all__ = [
 ]
 
 MAX_BYTES = 1 << 20
+MOST_TEXT = 500
+"""Characters of a sentence in a message."""
+
 _VERSION = 1
 _MOST = 1 << 53  # Bound of integers, so that they are exact as floats too.
 
@@ -170,6 +175,21 @@ class GradientSizes(Message):
     gradient_bytes: int
     edge_part: float
     pushed_part: float
+
+
+@message_kind
+@dataclass(frozen=True, slots=True)
+class TransmissionNote(Message):
+    """A rank other than rank 0 has decided how it sends something, see `scheduler.transmission.decision.Decision`; rank
+    0 explains it."""
+
+    kind: ClassVar[str] = "transmission"
+    optimizer_id: int
+    step: int
+    what: str
+    chosen: str
+    gain: float
+    text: str
 
 
 @message_kind

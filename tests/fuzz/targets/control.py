@@ -79,7 +79,7 @@ def _decode(data: bytes) -> None:
 _SAID = (
     m.Arrive, m.Arrive, m.Arrive, m.Late, m.Join, m.HeaderNote,
     m.ModeUnsupported, m.RequestBatch, m.RequestBatch, m.Away, m.FindStateSource, m.Finished,
-    m.OptimizerDropped, m.Unregister, m.Heartbeat, m.Register, m.GradientSizes,
+    m.OptimizerDropped, m.Unregister, m.Heartbeat, m.Register, m.GradientSizes, m.TransmissionNote,
     s.Prepared, s.Prepared, s.PrepareFailed, s.ServerUp, s.ServerRestarted,
     s.Drained, s.Switched, s.StepNote, s.StepNote, s.LinkRate, s.MachineNote, s.Restart, j.JoinCalled,
     j.ProgramCollective, w.ProgramWait,

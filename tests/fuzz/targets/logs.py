@@ -17,8 +17,8 @@ from scheduler.learning import logged_rows
 from scheduler.plan.plan import Plan
 from scheduler.run_events import read_line
 from star_hvd.run_log import layout
-from star_hvd.run_log.convert import RunState, flat, point_metric, window_metrics
-from star_hvd.run_log.page import rank_table, segment_table, sentence, summary_of
+from star_hvd.run_log.convert import RunState, flat, point_metric, transmission_metric, window_metrics
+from star_hvd.run_log.page import rank_table, segment_table, sent_table, sentence, summary_of
 from star_hvd.run_log.spool import read_events
 from star_hvd.run_log.story import read_story
 from tests.fuzz.mutate import damaged, damaged_bytes, packed
@@ -41,6 +41,7 @@ _EVENTS: tuple[dict[str, Any], ...] = (
     {"kind": "metric", "time_s": 2.0, "step": 20, "name": "accuracy", "value": 0.8},
     {"kind": "outcome", "time_s": 2.5, "step": 25, "epoch": 1, "predicted": 1.5, "measured": 1.4, "against": "sync",
      "steps": 10.0, "harmful": False, "sentence": "x"},
+    {"kind": "transmission", "time_s": 2.7, "step": 27, "what": "overlap", "chosen": "kept", "gain": 0.1, "text": "x"},
     {"kind": "metric", "time_s": 3.0, "step": 30, "name": "accuracy", "value": 0.95},
     {"kind": "metric", "time_s": 3.0, "step": 30, "name": "loss", "value": 0.5},
     {"kind": "end", "time_s": 4.0, "status": "FINISHED", "dropped": 0, "thinned": 0},
@@ -82,6 +83,7 @@ def _read_event(data: bytes) -> None:
         flat(state.facts)
         rows = [*window_metrics(event, 1.7e9)] if event.get("kind") == "window" else []
         rows += point_metric(event, 1.7e9) if event.get("kind") == "metric" else []
+        rows += transmission_metric(event, 1.7e9) if event.get("kind") == "transmission" else []
         assert all(isinstance(at_ms, int) and -(1 << 63) <= step < 1 << 63 for _, _, at_ms, step in rows)
         for segment in state.segments:
             segment.summary()
@@ -132,7 +134,7 @@ def _read_folder(data: bytes) -> None:
         assert isinstance(event, dict)
     try:
         story = read_story(folder)
-        texts = [summary_of(story), rank_table(story), segment_table(story)]
+        texts = [summary_of(story), rank_table(story), segment_table(story), sent_table(story)]
         "\n".join(texts).encode()
     except ValueError as error:
         assert str(folder) in str(error), "a refusal names the run"

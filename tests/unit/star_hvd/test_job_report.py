@@ -9,7 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from scheduler.records import Plan
+from scheduler.transmission.decision import LATE, PACE_UP, Decision
+from star_hvd.channel.messages import base as m
 from star_hvd.job_report import explain, record_metric, report
+from star_hvd.modes.step_reporter import StepReporter
 from star_hvd.runtime import job_log, runtime
 from star_hvd.telemetry.step_timeline import StepSample
 from tests.support.job_states import Job, runtime_of
@@ -69,7 +72,7 @@ def test_overlap_is_advised_where_it_is_not_refused(
     engine = SimpleNamespace(plan=Plan.sync(3), wire=SimpleNamespace(explain=str))
     run.drivers[0] = SimpleNamespace(
         overlapped=None, asks_overlap=asks, no_overlap=refused, engine=engine,
-        timeline=SimpleNamespace(latest=[sample]),
+        timeline=SimpleNamespace(latest=[sample]), reporter=SimpleNamespace(decisions={}),
     )  # fmt: skip
     monkeypatch.setattr(runtime, "current", lambda: run)
     assert explain().endswith(f" is exposed communication, {said}")
@@ -80,6 +83,44 @@ def test_who_does_not_know_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert explain() == "only rank 0 can explain; this is rank 2"
     monkeypatch.setattr(runtime, "current", lambda: None)
     assert explain().startswith("no mode is active: ")
+
+
+PUSH = Decision(LATE, "int8", "late gradients travel as int8: a push took 400 ms", 0.5)
+PACE = Decision(PACE_UP, "2 MB/s", "pace of late gradients: 2 MB/s")
+
+
+def _reporter(rank: int, said: list[m.Message]) -> StepReporter:
+    found = StepReporter(0, lambda message, urgent=True: said.append(message), lambda plan: None)
+    found.engine = SimpleNamespace(rank=rank, step=7)  # type: ignore[assignment]
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_how_a_child_sends_is_explained_on_rank_0(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is rank 0 itself."""
+    job, said = Job(3), list[m.Message]()
+    job.register(None)
+    run, reporter = runtime_of(job.state), _reporter(rank, said)
+    for decision in (PUSH, PACE):
+        reporter.note_transmission(decision)
+    assert [type(message) for message in said] == [m.TransmissionNote] * 2 * rank
+    for message in said:
+        job.say(rank, message)
+    engine = SimpleNamespace(plan=Plan.sync(3), wire=SimpleNamespace(explain=str))
+    run.drivers[0] = SimpleNamespace(
+        overlapped=None, asks_overlap=False, no_overlap="", engine=engine, timeline=SimpleNamespace(latest=[]),
+        reporter=reporter if rank == 0 else SimpleNamespace(decisions={}),
+    )  # fmt: skip
+    monkeypatch.setattr(runtime, "current", lambda: run)
+    assert explain().endswith("".join(f"; {'rank 1: ' * rank}{one.text}" for one in (PUSH, PACE)))
+    there = runtime_of(None, rank=1)
+    there.drivers[0] = SimpleNamespace(reporter=reporter)
+    monkeypatch.setattr(runtime, "current", lambda: there)
+    assert explain() == f"only rank 0 can explain; this is rank 1; {PUSH.text}; {PACE.text}"
+    reporter.log = None
+    reporter.engine.plan = Plan.sync(3)
+    reporter.on_switch(9, Plan.sync(3))
+    assert explain() == "only rank 0 can explain; this is rank 1", "they were of the plan before"
 
 
 class _Optimizer:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from scheduler.records import Plan
+from scheduler.transmission.decision import Decision
 from scheduler.transmission.wire import FORMS, HALF, LOW_RANK, NONE, WireChoice
 from star_hvd.compression.lossy_wire import LossyWire
 from star_hvd.engine.applier import Applier
@@ -327,6 +328,8 @@ def test_the_form_is_logged_and_explained_as_the_rank_that_leads_has_decided(
             return True
 
     made, _, _ = wire(rank=rank)
+    told = list[Decision]()
+    made.report_to(told.append)
     made.choice, made.leader = Decides(), 1
     made.restart()
     assert ("rank 1 asks" in made.explain()) == (rank == 0)
@@ -335,7 +338,7 @@ def test_the_form_is_logged_and_explained_as_the_rank_that_leads_has_decided(
         for _ in range(2):
             made.arrived()
             made.ended(HALF)
-    assert ("decided here" in caplog.text) == (rank == 1)
+    assert ("decided here" in caplog.text) == (rank == 1) == bool(told)
     assert ("decided here" if rank == 1 else "fp16, as rank 1 asks") in made.explain() and made.decided
     made.restart()  # Another plan.
     assert "decided here" not in made.explain() and "fp16" not in made.explain()

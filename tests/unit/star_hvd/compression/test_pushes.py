@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler.transmission.decision import Decision
 from scheduler.transmission.push_form import PushChoice
 from scheduler.transmission.wire import HALF, NONE
 from star_hvd.compression import int8
@@ -127,8 +128,8 @@ def test_a_push_of_little_weight_to_servers_takes_a_part_of_the_residual_with_it
 def test_int8_for_servers_is_kept_where_steps_become_shorter() -> None:
     wire, (bucket,) = wire_of((64, 64))
     for small_s, kept in ((0.2, True), (0.39, False), (0.5, False)):
-        now_s, forms = 0.0, list[bool]()
-        pushes = ServerPushes(wire, 0, clock=lambda: now_s)  # noqa: B023
+        now_s, forms, told = 0.0, list[bool](), list[Decision]()
+        pushes = ServerPushes(wire, 0, clock=lambda: now_s, note=told.append)  # noqa: B023
         pushes.ended()
         for _ in range(400):
             bucket.flat.copy_(gradient(bucket, 1.0))
@@ -136,6 +137,7 @@ def test_int8_for_servers_is_kept_where_steps_become_shorter() -> None:
             now_s += small_s if forms[-1] else 0.4
             pushes.ended()
         assert forms[-1] is kept and any(forms) and not forms[0], small_s
+        assert [one.chosen for one in told] == ["int8" if kept else "whole"]
         assert ("is kept" in pushes.explain()) is kept and "int8 for pushes to servers" in pushes.explain()
     wire.forbid("they are: a GradScaler decides")
     assert pushes.shrink(bucket, [(0, 4096)]) == [None]
@@ -245,10 +247,12 @@ def pushes(codec: PushCodec, flats: list[torch.Tensor], whole_s: float, small_s:
 
 def test_int8_is_taken_where_pushes_become_shorter() -> None:
     wire, buckets = wire_of((64, 64))
-    codec = PushCodec(wire, 3)
+    told = list[Decision]()
+    codec = PushCodec(wire, 3, note=told.append)
     flats = [gradient(buckets[0], 1.0)]
     assert pushes(codec, flats, 0.4, 0.1, 40) == [False, False, True] + 37 * [True]
     assert "int8: a push took 400.0 ms, 100.0 ms as int8" in codec.choice.reason
+    assert told[0].chosen == "int8" and told[0].gain == pytest.approx(0.75) and codec.choice.reason in told[0].text
     assert pushes(codec, flats, 0.1, 0.4, 200).count(True) < 110, "tried again after a while"
 
 

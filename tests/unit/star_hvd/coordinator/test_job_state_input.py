@@ -55,6 +55,10 @@ BAD = [
     m.GradientSizes(0, 0, 1, 0.0, 1.0),
     m.GradientSizes(0, 0, 1, 1.0, math.nan),
     m.GradientSizes(0, -1, 1, 1.0, 1.0),
+    m.TransmissionNote(0, 1, "weather", "x", 0.1, "x"),
+    m.TransmissionNote(0, 1, "overlap", "x", 0.1, "x" * 501),
+    m.TransmissionNote(0, 1, "overlap", "x" * 501, 0.1, "x"),
+    m.TransmissionNote(0, -1, "overlap", "x", 0.1, "x"),
     Feeds(-2, 0),
     Feeds(0, -1),
     ServerUp(0, 1, 99, ["127.0.0.1", "1", "00"]),
@@ -110,6 +114,7 @@ def test_the_state_that_is_compared_is_all_there_is() -> None:
         m.FindStateSource(0),
         m.Finished(1),
         m.GradientSizes(0, 9, 4000, 0.5, 0.26),
+        m.TransmissionNote(0, 9, "late gradients", "int8", 0.1, "x"),
         m.Unregister(0),
     ]
     for message in said:

@@ -16,6 +16,7 @@ import torch
 import zmq
 
 from scheduler.plan.plan import Plan
+from scheduler.transmission.decision import PACE_DOWN, PACE_UP, Decision
 from star_hvd.channel import options
 from star_hvd.channel.keys import Keyring, Peer
 from star_hvd.channel.late_push import PUSH_HEADER, LatePushes, ParentLink
@@ -427,9 +428,10 @@ def parent() -> Iterator[Parent]:
 def test_a_late_gradient_is_taken_once_and_parameters_come(
     parent: Parent, way: int, inside: bool, link_bytes_per_s: float
 ) -> None:
+    told = list[Decision]()
     link = ParentLink(
         parent.client_ring, 0, 1, 0, chunk_bytes=1024, pace_bytes_per_s=0.0, deadline_s=DEADLINE_S,
-        link_bytes_per_s=link_bytes_per_s,
+        link_bytes_per_s=link_bytes_per_s, note=told.append,
     )  # fmt: skip
     longest_s, version = 0.0, 0
     for frames in range(0 if inside else 1, 24, 2 if link_bytes_per_s else 1):
@@ -448,6 +450,8 @@ def test_a_late_gradient_is_taken_once_and_parameters_come(
     assert parent.server.malformed == 0
     print(f"{version} pushes, {parent.proxy.cuts} resets, longest {longest_s:.2f} s")
     assert longest_s < RECOVERY_S
+    if link_bytes_per_s:
+        assert PACE_UP in {one.what for one in told} <= {PACE_UP, PACE_DOWN}
     link.close()
 
 

@@ -46,7 +46,10 @@ class Run:
 
     def __init__(self, give: Callable[[Bucket], None]) -> None:
         none: Any = None
-        self.driver = StepDriver(0, Config(), lambda message, urgent=True: None, none, str, lambda task: None)
+        self.said: list[m.Message] = []
+        self.driver = StepDriver(
+            0, Config(), lambda message, urgent=True: self.said.append(message), none, str, lambda task: None
+        )
         self.driver.give = give  # type: ignore[method-assign, assignment]
 
     def new_driver(self) -> StepDriver:
@@ -659,13 +662,13 @@ def test_why_the_last_step_could_not_have_overlapped_is_known_though_nobody_aske
 def test_the_coordinator_hears_the_sizes_of_added_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backbone that is unfrozen: what is sent in a step is no longer the head's."""
     core = Hooked(monkeypatch, lambda bucket: None).core
-    driver, said = core.driver, list[m.Message]()
+    driver, run = core.driver, core.run
+    assert isinstance(run, Run)
     driver.reporter.start(driver.engine)
-    monkeypatch.setattr(driver.reporter, "_send", said.append)
     monkeypatch.setattr(driver.switcher, "parameters_added", lambda: None, raising=False)
     before = sum(bucket.flat.nbytes for bucket in core.buckets)
     core.add_params([torch.nn.Parameter(torch.zeros(1 << 20))])
-    (sizes,) = said
+    (sizes,) = run.said
     assert isinstance(sizes, m.GradientSizes) and sizes.step == driver.engine.step
     added = core.buckets[-1].flat.nbytes
     assert sizes.gradient_bytes == before + added and added >= 4 << 20
