@@ -190,7 +190,7 @@ def _inactive_in(function: Callable[P, R], *, meets: bool = True) -> Callable[P,
         collective = _name(run, function.__name__, given, meets=mixed and run.meets) if meets else None
         with run.joined.during(collective) if collective is not None else contextlib.nullcontext():
             if mixed:
-                with (run.inactive if collective is None else run.meeting)(function.__name__, out_of_data=False):
+                with _waits(run, function.__name__, meets=collective is not None):
                     return function(*given.args, **given.kwargs)
             began_s = time.monotonic()
             try:
@@ -200,6 +200,13 @@ def _inactive_in(function: Callable[P, R], *, meets: bool = True) -> Callable[P,
                     driver.timer.add_outside(time.monotonic() - began_s)
 
     return _reported(wrapper) if meets else wrapper
+
+
+def _waits(run: runtime.Runtime, name: str, *, meets: bool) -> contextlib.AbstractContextManager[None]:
+    """Return the block in which this rank waits in a collective of the program's."""
+    if meets:
+        return run.meeting(name, in_pass=True)
+    return run.inactive(name, out_of_data=False)
 
 
 def _reported(function: Callable[P, R]) -> Callable[P, R]:

@@ -38,7 +38,8 @@ class Position:
         out_of_common_steps: Whether this rank's steps are made at servers, at a parent, or locally: only there is the
             newest step known.
         mid_step: Whether the rank is between backward and the end of `step()`, step hooks included, or evaluates other
-            parameters in the place of its own: nothing may be changed there now.
+            parameters in the place of its own, or, in a collective of the program's, is between forward and backward:
+            nothing may be changed there now.
         manual_step: A step whose mean the program changed, which the other ranks may not know yet; -1 if none.
         at_servers: Whether servers hold the parameters, and this rank's are a copy.
         values: Checksum of the parameters if the program has written to them since they came from there, else -1.

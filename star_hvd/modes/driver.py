@@ -83,6 +83,7 @@ class StepDriver:
         reporter: Reports the optimizer's steps; the engine's listener.
         gates: Gates in front of the parameters, if the wrapper has any.
         mid_step: Returns whether the user is between backward and the end of `step()`, where nothing may be changed.
+        mid_pass: Returns whether a forward pass has begun since the last step, whose graph may need the parameters.
         forget_parts: Discards the gradients of micro-batches whose step the loop has abandoned.
         forget_writes: Called after a broadcast: what it wrote to the parameters is not the program's own change.
         has_parts: Returns whether gradients of micro-batches are accumulated for a step that was not made.
@@ -123,6 +124,7 @@ class StepDriver:
         self._diagnose = diagnose
         self._preparer = preparer
         self.mid_step: Callable[[], bool] = lambda: False
+        self.mid_pass: Callable[[], bool] = lambda: False
         self.forget_parts: Callable[[], None] = lambda: None
         self.forget_writes: Callable[[], None] = lambda: None
         self.has_parts: Callable[[], bool] = lambda: False

@@ -162,13 +162,19 @@ class Meetings:
 
     @contextlib.contextmanager
     def meeting(
-        self, reason: str, deadline_s: float, *, out_of_data: bool, if_true: Callable[[], bool] = lambda: True
+        self,
+        reason: str,
+        deadline_s: float,
+        *,
+        out_of_data: bool,
+        if_true: Callable[[], bool] = lambda: True,
+        in_pass: bool = False,
     ) -> Iterator[None]:
         """See `Runtime.meeting`."""
         with self.inactive(reason, out_of_data=out_of_data):
             if if_true() and not self._inactivity.nested and self.in_training_thread():
                 # The others are in it too, and will leave it: who is inactive again after catching up has data.
-                self.meet(reason, deadline_s, out_of_data=False)
+                self.meet(reason, deadline_s, out_of_data=False, in_pass=in_pass)
             yield
 
     def finished(self) -> None:
@@ -176,8 +182,14 @@ class Meetings:
         self._inactivity.enter("finished", out_of_data=True)
 
     @torch.inference_mode(False)  # The program may be in it to evaluate; tensors made in it could not be changed later.
-    def meet(self, reason: str, deadline_s: float, *, out_of_data: bool) -> None:
+    def meet(self, reason: str, deadline_s: float, *, out_of_data: bool, in_pass: bool = False) -> None:
         """Wait, inactive, until all ranks are at one step, catching up with them.
+
+        Args:
+            reason: What they meet for, for the log.
+            deadline_s: Longest wait.
+            out_of_data: Whether the rank has no data to train on for now.
+            in_pass: Whether the program may be between forward and backward, see `Runtime.meeting`.
 
         Raises:
             DeadlineError: They did not reach it in time.
@@ -193,7 +205,7 @@ class Meetings:
 
         while True:
             # A dropped optimizer has no reference left, and its helper may already have ended on some ranks.
-            own = self._left_out_together(self._positions())
+            own = self._left_out_together(self._positions(in_pass=in_pass))
             wait.count_work()
             found = gather_positions(own, check, deadline_s, reason)
             leaving = leaving_servers(found)
@@ -225,8 +237,15 @@ class Meetings:
 
         return check
 
-    def _positions(self) -> list[Position]:
-        return [driver.position() for driver in list(self._drivers.values()) if not driver.dropped]
+    def _positions(self, *, in_pass: bool = False) -> list[Position]:
+        """Return where this rank is; with `in_pass`, what a forward pass has used must not be changed either."""
+        found = []
+        for driver in [driver for driver in list(self._drivers.values()) if not driver.dropped]:
+            position = driver.position()
+            if in_pass and not driver.broadcasts and driver.mid_pass():  # A broadcast of parameters changes them.
+                position = dataclasses.replace(position, mid_step=True)
+            found.append(position)
+        return found
 
     def _left_out_together(self, own: list[Position]) -> list[Position]:
         """If nothing of an optimizer may be changed, this rank stays inactive: helpers then average for the others."""

@@ -436,7 +436,12 @@ class Runtime:
 
     @contextlib.contextmanager
     def meeting(
-        self, reason: str, *, out_of_data: bool = False, if_true: Callable[[], bool] = lambda: True
+        self,
+        reason: str,
+        *,
+        out_of_data: bool = False,
+        if_true: Callable[[], bool] = lambda: True,
+        in_pass: bool = False,
     ) -> Iterator[None]:
         """Meet all ranks, inactive: inside the block all replicas are equal, at the furthest step.
 
@@ -447,12 +452,13 @@ class Runtime:
             reason: For the log.
             out_of_data: As for `inactive`.
             if_true: Called first, inactive; the ranks meet only if it returns True, which it does on all ranks or none.
+            in_pass: Whether the program may be between forward and backward; then ranks that are keep theirs, too.
 
         Raises:
             DeadlineError: Not all ranks came, or they did not reach one step, within `step_deadline_s`.
         """
         deadline_s = self.config.step_deadline_s
-        with self._meetings.meeting(reason, deadline_s, out_of_data=out_of_data, if_true=if_true):
+        with self._meetings.meeting(reason, deadline_s, out_of_data=out_of_data, if_true=if_true, in_pass=in_pass):
             yield
 
     @property

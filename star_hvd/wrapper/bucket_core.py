@@ -26,6 +26,7 @@ from star_hvd.engine.hyperparameters import HyperRow
 from star_hvd.engine.records import Result
 from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
+from star_hvd.input.forward_passes import ForwardPasses
 from star_hvd.input.microbatches import MicrobatchInHand
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
@@ -160,6 +161,7 @@ class BucketCore:
         self._writes: ProgramWrites | None = None
         averages = not exact and (plan is None or plan.mode == "local")
         self.restrictions = Restrictions(inner, base, names, self._where.keys(), averages=averages)
+        self._passes_begun = ForwardPasses(self._where.keys())
         _cores.add(self)
         self._add(params if run is None else same_on_all_ranks(params, names))
         self.restrictions.parameters_added()
@@ -242,7 +244,7 @@ class BucketCore:
         self._timeline = driver.timeline
         driver.asks_overlap, driver.no_overlap = self._asks_overlap, self._no_overlap or ""
         driver.gates = ForwardGates(lambda index: None)  # The code that closes a gate sets `wait`.
-        driver.mid_step = self._mid_step
+        driver.mid_step, driver.mid_pass = self._mid_step, lambda: self._passes_begun.begun
         driver.forget_parts, driver.forget_writes = self._accumulation.clear, self._forget_writes
         driver.has_parts = lambda: self._accumulation.count > 0
         driver.whole_only, driver.hold_gradients = self._whole_only, self._hold_gradients
@@ -297,6 +299,7 @@ class BucketCore:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._passes_begun.remove()
 
     def drop(self) -> None:
         """Called by the garbage collector, in any thread, once the user holds no reference to the optimizer.
@@ -627,6 +630,7 @@ class BucketCore:
                 value = engine.applier.step(None, clip=False)
         if outcome in ("member", "late"):
             self._watch_program()
+        self._passes_begun.step_ended(watch=engine.agreement.mixed, compiled=ForwardGates.passed_by())
         return value
 
     @contextmanager

@@ -174,6 +174,58 @@ def exchanged(mode: str, how: str) -> Facts:
     return {"touched": touched, "wrong": found, "at_the_end": differences(net, optimizer), "stats": stats}
 
 
+def between(mode: str, *, compiles: bool) -> Facts:
+    """A program that averages its loss between forward and backward, while the others make steps.
+
+    Args:
+        mode: The mode.
+        compiles: Whether the network is compiled.
+    """
+    net, rank, number = model(), int(hvd.rank()), 0
+    inner = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(inner, named_parameters=net.named_parameters(), mode=mode, config=CONFIG)
+    called = torch.compile(net, backend="aot_eager") if compiles else net
+    engine, changed, behind, began_s = driver_of(optimizer).engine, 0, 0, time.monotonic()
+
+    def step(*, logs: bool) -> None:
+        nonlocal number, changed, behind
+        optimizer.zero_grad()
+        time.sleep(0.03 if rank == int(hvd.size()) - 1 else 0.002)
+        inputs = batch(number)
+        loss = (called(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+        if logs:
+            before = digest(net)
+            hvd.allreduce(loss.detach(), name="loss")
+            changed += digest(net) != before
+            behind += engine.step < engine.next_step
+        loss.backward()
+        optimizer.step()
+        number += 1
+
+    while optimizer.mode == "sync" and within(began_s):
+        step(logs=False)
+    hvd.barrier()
+    found = differences(net, optimizer)
+    while True:
+        for each in range(8):
+            step(logs=each == 7)
+        if anywhere(behind or not mode.startswith("partial") or not within(began_s)):
+            break
+    hvd.barrier()
+    found += differences(net, optimizer)
+    with torch.no_grad():  # A pass that leaves no graph.
+        hvd.allreduce(net(batch(0)).mean(), name="evaluated")
+    found += differences(net, optimizer)
+    optimizer.close()
+    facts = {"changed": changed, "behind": behind, "wrong": found, "stats": optimizer.stats()}
+    return facts | {"at_the_end": differences(net, optimizer)}
+
+
+def anywhere(fact: bool) -> bool:
+    """Whether it is so on some rank. Collective, behind star_hvd's back."""
+    return any(horovod.allgather_object(bool(fact), name="anywhere"))
+
+
 def momentum(optimizer: Any) -> str:
     """A digest of the optimizer's state on this rank."""
     state = inside(optimizer).base.state_dict(optimizer)["state"]
@@ -237,6 +289,9 @@ def one(name: str) -> Facts:
     if name.startswith("exchanged"):
         _, mode, how = name.split(":")
         return exchanged(mode, how)
+    if name.startswith("between"):
+        _, mode, how = name.split(":")
+        return between(mode, compiles=how == "compiled")
     if name.startswith("loaded"):
         _, mode, how = name.split(":")
         return loaded(mode, how)

@@ -14,11 +14,13 @@ PLAIN += ("ssp(2)", "switching")
 EXCHANGED = tuple(f"exchanged:partial(2):{how}" for how in ("copied", "replaced", "copied,met", "copied,saved"))
 EXCHANGED += ("exchanged:ps(2):copied,met", "exchanged:grouped(2):copied,met")
 EXCHANGED += ("exchanged:local(3):copied,met", "exchanged:local(3):replaced", "exchanged:local(3):copied,saved")
+BETWEEN = ("between:partial(1):eager", "between:partial(1):compiled", "between:subgroup(0,1,2):eager")
+BETWEEN += ("between:local(3):eager", "between:grouped(2):eager", "between:ps(1):eager")
 LOADED = ("loaded:partial(2):model", "loaded:partial(2):both", "loaded:subgroup(0,1,2):both", "loaded:local(3):both")
 LOADED += ("loaded:ps(2):model", "loaded:grouped(2):both")
 # Last: its job has no Horovod afterwards.
 NAMES = PLAIN + tuple(f"{name}:shard" for name in ("partial(3)", "subgroup(1,2)", "local(3)", "ps(2)"))
-NAMES += (*EXCHANGED, *LOADED, "shutdown")
+NAMES += (*EXCHANGED, *BETWEEN, *LOADED, "shutdown")
 
 
 @pytest.mark.parametrize("name", NAMES[: NAMES.index(EXCHANGED[0])])
@@ -39,6 +41,16 @@ def test_weights_that_a_rank_evaluates_in_place_of_its_own_are_left_alone_and_no
     for rank in facts:
         assert rank["wrong"] == rank["at_the_end"] == []
         assert rank["stats"]["mismatches"] == 0
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_collective_between_forward_and_backward_leaves_the_parameters_of_the_pass_alone(name: str) -> None:
+    facts = facts_of(NAMES, name, "tests.multiproc.replicas")
+    for rank in facts:
+        assert rank["changed"] == 0 and rank["wrong"] == rank["at_the_end"] == []
+        assert rank["stats"]["mismatches"] == 0
+    if name.startswith("between:partial"):
+        assert any(rank["behind"] for rank in facts), "no rank was behind in a collective"
 
 
 @pytest.mark.parametrize("name", LOADED)

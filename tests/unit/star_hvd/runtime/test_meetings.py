@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -47,6 +48,43 @@ def test_ranks_meet_under_a_condition_and_are_inactive_once(together: bool, monk
     with made.meeting("the end", 1.0, out_of_data=True, if_true=condition):
         assert met == ["the end"] * together
     assert [(type(message), message.away) for message in sent] == [(Away, True), (Away, False)]
+
+
+@pytest.mark.parametrize(("in_pass", "broadcasts"), [(True, False), (True, True), (False, False)])
+def test_what_a_forward_pass_has_used_is_left_alone_in_a_collective_of_the_program(
+    in_pass: bool, broadcasts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where parameters are broadcast, nor where the program closes an optimizer or adds parameters."""
+    caught_up, spared = list[int](), in_pass and not broadcasts
+
+    class Driver:
+        dropped, makes_local_steps, active_mode = False, False, object()
+
+        def __init__(self) -> None:
+            self.broadcasts = broadcasts
+
+        def position(self) -> Position:
+            return Position(0, 0, 3, 4, whole=True, out_of_common_steps=bool(caught_up), mid_step=False)
+
+        def mid_pass(self) -> bool:
+            return True
+
+        def catch_up(self) -> None:
+            caught_up.append(0)
+
+        def finish_step(self) -> None: ...
+        def set_inactive(self, inactive: bool) -> None: ...
+        def confirm_inactive(self) -> None: ...
+
+    def gather(own: list[Position], check: Any, deadline_s: float, what: str) -> list[Position]:
+        assert [position.mid_step for position in own] == [spared]
+        return [dataclasses.replace(position, step=4) for position in own] if caught_up else own
+
+    monkeypatch.setattr(meetings, "gather_positions", gather)
+    drivers: Any = {0: Driver()}
+    made = Meetings(drivers, lambda message: None, lambda: None)
+    made.meet("an allreduce", 60.0, out_of_data=False, in_pass=in_pass)
+    assert bool(caught_up) is not spared
 
 
 @pytest.mark.parametrize("within", [False, True])

@@ -1,0 +1,66 @@
+"""Whether a forward pass whose graph needs the parameters has begun since the last step."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from star_hvd.input.forward_passes import ForwardPasses
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_pass_with_gradients_counts_until_the_step_has_ended(compiled: bool) -> None:
+    net = network()
+    passes, other = ForwardPasses(set(net.parameters())), ForwardPasses(set())
+    net(torch.ones(1, 2))
+    assert not passes.begun, "no rank can be behind yet"
+    for each in (passes, other):
+        each.step_ended(watch=True, compiled=compiled)
+    with torch.no_grad():
+        net(torch.ones(1, 2))
+    assert not passes.begun and not passes.begun and not other.begun
+    loss = net(torch.ones(1, 2)).sum()
+    assert passes.begun
+    loss.backward()
+    assert passes.begun
+    passes.step_ended(watch=True, compiled=compiled)
+    assert not passes.begun
+    passes.step_ended(watch=False, compiled=compiled)
+    net(torch.ones(1, 2))
+    assert not passes.begun
+    passes.remove()
+    other.remove()
+
+
+def test_neither_an_evaluation_nor_another_network_counts() -> None:
+    net, another = network(), network()
+    passes = ForwardPasses(set(net.parameters()))
+    passes.step_ended(watch=True, compiled=False)
+    another(torch.ones(1, 2))
+    net.eval()(torch.ones(1, 2))
+    assert not passes.begun
+    net.train()(torch.ones(1, 2))
+    assert passes.begun
+    passes.remove()
+
+
+def test_a_dropped_optimizers_parameters_are_not_kept_alive_and_removed_is_removed() -> None:
+    net = network()
+    passes = ForwardPasses(set(net.parameters()))
+    passes.step_ended(watch=True, compiled=False)
+    passes.remove()
+    net(torch.ones(1, 2))
+    assert not passes.begun
+    passes.step_ended(watch=True, compiled=False)
+    param = weakref.ref(next(net.parameters()))
+    del net, passes
+    gc.collect()
+    assert param() is None
+    torch.nn.Linear(1, 1)(torch.ones(1, 1))
