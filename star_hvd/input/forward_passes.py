@@ -6,9 +6,10 @@ changed ones, or, where it does not look, give a gradient of neither the old nor
 
 from __future__ import annotations
 
-import threading
+import gc
+import sys
 import weakref
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -16,27 +17,28 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 __all__ = ["ForwardPasses"]
 
+Hook = Callable[[torch.nn.Module, Any], None]
+
 
 class ForwardPasses:
     """The forward passes of one optimizer's parameters, as far as modules are called with gradients, in training.
 
-    Modules that evaluate, or are called within `no_grad`, leave no graph that matters. `torch.compile` would compile
-    anew for a hook of all modules; once something was compiled, whatever autograd has noted since the step counts.
+    Modules that evaluate, or are called within `no_grad`, leave no graph that matters. torch would compile again what
+    it has compiled if a hook of all modules came later, so there the modules that `torch.compile` returned get one.
+    Passes of modules that are compiled in place (`module.compile()`) are not seen.
 
     Args:
         params: The optimizer's parameters; a view, which follows what is added.
+
+    Attributes:
+        begun: Whether one has begun since the last step.
     """
 
     def __init__(self, params: Collection[torch.nn.Parameter]) -> None:
         self._params = params
-        self._begun = False
-        self._hook: Any = None
-        self._nodes: int | None = None  # Of autograd's graph, at the end of the last step.
-
-    @property
-    def begun(self) -> bool:
-        """Whether one has begun since the last step. Called by the training thread."""
-        return self._begun or (self._nodes is not None and _nodes() > self._nodes)
+        self._hooks: list[Any] = []
+        self._hooked = ""
+        self.begun = False
 
     def step_ended(self, *, watch: bool, compiled: bool) -> None:
         """Begin to look for the next one.
@@ -45,47 +47,64 @@ class ForwardPasses:
             watch: Whether it matters: whether ranks may be at different steps.
             compiled: Whether the program has compiled something.
         """
-        self._begun = False
-        self._nodes = _nodes() if watch and compiled else None
-        if not watch or compiled:
-            self.remove()
-        elif self._hook is None:
-            self._hook = register_module_forward_pre_hook(_hook_of(weakref.ref(self)))
-            weakref.finalize(self, self._hook.remove).atexit = False
+        self.begun = False
+        wanted = ("compiled" if compiled else "all") if watch else ""
+        if wanted == self._hooked:
+            return
+        self.remove()
+        self._hooked = wanted
+        if not watch:
+            return
+        returned, in_place = _compiled(self._params) if compiled else ([], [])
+        noting = weakref.ref(self)  # torch keeps its hooks, and these must not keep the parameters.
+        self._hooks += [module.register_forward_pre_hook(_hook_of(noting, whole=True)) for module in returned]
+        if not returned and not in_place:
+            self._hooks.append(register_module_forward_pre_hook(_hook_of(noting, whole=False)))
+        for hook in self._hooks:
+            weakref.finalize(self, hook.remove).atexit = False
 
     def remove(self) -> None:
         """Look no more."""
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        self._hooked = ""
 
-    def note(self, module: torch.nn.Module) -> None:
-        """Note that a module is called."""
-        if self._begun or not module.training or not torch.is_grad_enabled():
+    def note(self, module: torch.nn.Module, *, whole: bool) -> None:
+        """Note that a module is called.
+
+        Args:
+            module: The module.
+            whole: Whether modules inside it are not noted when they are called.
+        """
+        if self.begun or not module.training or not torch.is_grad_enabled():
             return
-        self._begun = any(param in self._params for param in module._parameters.values())
+        own = module.parameters() if whole else module._parameters.values()
+        self.begun = any(param in self._params for param in own)
 
 
-def _hook_of(noting: weakref.ref[ForwardPasses]) -> Any:
-    """Return a hook that does not keep the optimizer's parameters alive, as torch keeps it for all modules."""
-
+def _hook_of(noting: weakref.ref[ForwardPasses], *, whole: bool) -> Hook:
     def before_forward(module: torch.nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
             return
         passes = noting()
         if passes is not None:
-            passes.note(module)
+            passes.note(module, whole=whole)
 
     return before_forward
 
 
-_asked = threading.local()
+def _compiled(params: Collection[torch.nn.Parameter]) -> tuple[list[torch.nn.Module], list[torch.nn.Module]]:
+    """Return the compiled modules with some of these parameters: those `torch.compile` returned, those done in place.
 
+    Takes tens of milliseconds. Hooks of the latter would be compiled, too.
+    """
+    kind = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    modules: list[torch.nn.Module] = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
+    returned = [each for each in modules if type(each) is kind]
+    in_place = [each for each in modules if each.__dict__.get("_compiled_call_impl") is not None]
 
-@torch.inference_mode(False)
-@torch.enable_grad()
-def _nodes() -> int:
-    """Return how many nodes of autograd's graphs this thread has made, without those made to find out."""
-    node: Any = torch.zeros((), requires_grad=True, device="cpu").view(()).grad_fn
-    _asked.nodes = getattr(_asked, "nodes", 0) + 1
-    return int(node._sequence_nr()) - int(_asked.nodes)
+    def own(found: list[torch.nn.Module]) -> list[torch.nn.Module]:
+        return [module for module in found if any(param in params for param in module.parameters())]
+
+    return own(returned), own(in_place)

@@ -14,13 +14,13 @@ PLAIN += ("ssp(2)", "switching")
 EXCHANGED = tuple(f"exchanged:partial(2):{how}" for how in ("copied", "replaced", "copied,met", "copied,saved"))
 EXCHANGED += ("exchanged:ps(2):copied,met", "exchanged:grouped(2):copied,met")
 EXCHANGED += ("exchanged:local(3):copied,met", "exchanged:local(3):replaced", "exchanged:local(3):copied,saved")
-BETWEEN = ("between:partial(1):eager", "between:partial(1):compiled", "between:subgroup(0,1,2):eager")
-BETWEEN += ("between:local(3):eager", "between:grouped(2):eager", "between:ps(1):eager")
+BETWEEN = ("between:partial(1):eager", "between:subgroup(0,1,2):eager", "between:local(3):eager")
+BETWEEN += ("between:grouped(2):eager", "between:ps(1):eager", "between:partial(1):compiled")
 LOADED = ("loaded:partial(2):model", "loaded:partial(2):both", "loaded:subgroup(0,1,2):both", "loaded:local(3):both")
 LOADED += ("loaded:ps(2):model", "loaded:grouped(2):both")
 # Last: its job has no Horovod afterwards.
 NAMES = PLAIN + tuple(f"{name}:shard" for name in ("partial(3)", "subgroup(1,2)", "local(3)", "ps(2)"))
-NAMES += (*EXCHANGED, *BETWEEN, *LOADED, "shutdown")
+NAMES += (*EXCHANGED, *LOADED, *BETWEEN, "shutdown")
 
 
 @pytest.mark.parametrize("name", NAMES[: NAMES.index(EXCHANGED[0])])
