@@ -574,7 +574,7 @@ def _even_because(run: runtime.Runtime) -> str:
 def _may_meet(run: runtime.Runtime) -> bool:
     """Whether the networks in training have layers that may turn out to reduce over all ranks within a pass."""
     optimizers = [driver.engine.applier.optimizer for driver in run.drivers.values()]
-    return run.world_size > 1 and bool(optimizers) and meets_in_pass(trained(optimizers))
+    return run.world_size > 1 and bool(optimizers) and bool(meets_in_pass(trained(optimizers)))
 
 
 def _epoch_number(epoch: Any) -> int:

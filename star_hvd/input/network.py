@@ -9,9 +9,12 @@ from collections.abc import Iterable
 import torch
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["meets_in_pass", "normalizations", "trained", "warn_of_parts", "warn_of_shares"]
+__all__ = ["NORMALIZES", "SPARSE", "meets_in_pass", "normalizations", "trained", "warn_of_parts", "warn_of_shares"]
 
 logger = logging.getLogger("star_hvd")
+
+NORMALIZES = "SyncBatchNorm reduces over all ranks inside forward"
+SPARSE = "sparse gradients are reduced by Horovod itself"
 
 
 def warn_of_shares(params: Iterable[torch.nn.Parameter]) -> bool:
@@ -66,18 +69,20 @@ def normalizations(params: Iterable[torch.nn.Parameter]) -> int:
     return sum(type(each) in classes and id(each.weight) in known for each in gc.get_objects())
 
 
-def meets_in_pass(params: Iterable[torch.nn.Parameter]) -> bool:
-    """Whether a layer with some of these parameters may reduce over all ranks within a pass, as far as layers show.
+def meets_in_pass(params: Iterable[torch.nn.Parameter]) -> str:
+    """Return which layer with some of these parameters reduces over all ranks within a pass, empty if none does.
 
-    These are Horovod's `SyncBatchNorm` and embeddings with sparse gradients.
+    As far as layers show: these are Horovod's `SyncBatchNorm` and embeddings with sparse gradients.
     """
     known = {id(param) for param in params}
     normalizing, embedding = _subclasses(SyncBatchNorm), _subclasses(torch.nn.Embedding)
     embedding |= _subclasses(torch.nn.EmbeddingBag)
-    return any(
-        (type(each) in normalizing or (type(each) in embedding and each.sparse)) and id(each.weight) in known
-        for each in gc.get_objects()
-    )
+    for each in gc.get_objects():
+        if type(each) in normalizing and id(each.weight) in known:
+            return NORMALIZES
+        if type(each) in embedding and each.sparse and id(each.weight) in known:
+            return SPARSE
+    return ""
 
 
 def _subclasses(of: type) -> set[type]:

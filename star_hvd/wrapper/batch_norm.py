@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from horovod.torch.sync_batch_norm import SyncBatchNorm as _SyncBatchNorm
 
+from star_hvd.input.network import NORMALIZES
 from star_hvd.runtime import runtime
 
 __all__ = ["SyncBatchNorm"]
@@ -20,6 +21,6 @@ class SyncBatchNorm(_SyncBatchNorm):  # type: ignore[misc]  # Horovod is untyped
         run = runtime.current()
         if run is not None and self.training:
             for driver in run.drivers.values():
-                driver.pin("SyncBatchNorm reduces over all ranks inside forward", equal_batches=True)
+                driver.pin(NORMALIZES, equal_batches=True)
         output: torch.Tensor = super().forward(*args, **kwargs)
         return output

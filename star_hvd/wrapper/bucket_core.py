@@ -28,6 +28,7 @@ from star_hvd.engine.step_engine import StepEngine
 from star_hvd.errors import StarError
 from star_hvd.input.forward_passes import ForwardPasses
 from star_hvd.input.microbatches import MicrobatchInHand
+from star_hvd.input.network import SPARSE
 from star_hvd.modes.driver import StepDriver
 from star_hvd.runtime import runtime
 from star_hvd.telemetry.step_timeline import StepTimeline, TimedCollective
@@ -140,7 +141,7 @@ class BucketCore:
         self._scale_by_ranks = scale_by_ranks
         self._plan, self._mode = plan, mode
         self._max_grad_norm = max_grad_norm
-        self._sparse = SparseGradients(sparse_as_dense, summed=scale_by_ranks)
+        self._sparse = SparseGradients(sparse_as_dense, summed=scale_by_ranks, replayed=replayable(base))
         self._accumulation = Accumulation(sparse_as_dense)
         self._delay: dict[torch.nn.Parameter, int] = {}
         self._where: dict[torch.nn.Parameter, tuple[Bucket, int]] = {}
@@ -382,14 +383,16 @@ class BucketCore:
         self._giving = True  # Stays True if memory runs out before the end.
         self._given.add(param)
         bucket, position = self._where[param]
-        if self._sparse.is_sparse(param):
-            self.driver.pin("sparse gradients are reduced by Horovod itself", equal_batches=True)
-            self._sparse.give(param, bucket.views[position], f"{self.driver.engine.prefix}.s{bucket.index}.{position}")
+        sparse, in_bucket = self._sparse.is_sparse(param), self._all_in_buckets
+        if self.driver.gates is not None and (in_bucket or not sparse):
+            # Zeros of a branch that this forward pass did not use: the servers' answer to the buffer's last push
+            # may not be here yet, and if one restarts, the buffer is sent again.
+            self.driver.gates.wait(bucket.index)
+        if sparse:
+            self.driver.pin(SPARSE, equal_batches=True)
+            name = f"{self.driver.engine.prefix}.s{bucket.index}.{position}"
+            self._sparse.give(param, bucket.views[position], name, in_bucket=in_bucket)
         else:
-            if self.driver.gates is not None:
-                # Zeros of a branch that this forward pass did not use: the servers' answer to the buffer's last push
-                # may not be here yet, and if one restarts, the buffer is sent again.
-                self.driver.gates.wait(bucket.index)
             bucket.adopt(position)
         streams = self.driver.engine.streams
         streams.note_part(bucket.index, bucket.flat)
@@ -402,6 +405,16 @@ class BucketCore:
             self.driver.engine.own.weight = self._accumulation.weight if parts else self.run.feeding.weight(self.passes)
             self.driver.give(bucket)
         self._giving = False
+
+    @property
+    def _all_in_buckets(self) -> bool:
+        """Whether sparse gradients, too, are reduced in their buckets: alike on all ranks in a step.
+
+        Horovod's reduction of a sparse one waits for all ranks, of which some are elsewhere in a relaxed mode. A rank
+        that was late in it may give a gradient that it computed there to a step of `sync`.
+        """
+        engine = self.driver.engine
+        return engine.plan.relaxed or engine.agreement.mixed or self.driver.active_mode is not None
 
     # ---- a step ---------------------------------------------------------------------------------------------
 
@@ -591,7 +604,7 @@ class BucketCore:
             self.driver.no_overlap = self._no_overlap or whole or ""
             return False
         if self._sparse.any:
-            whole = "sparse gradients are reduced by Horovod itself"
+            whole = SPARSE
         elif any(other.shares(self._where) for other in _cores if other is not self):
             whole = "another optimizer has a parameter in common with this one"
         return self._overlap.allowed(whole) and self.driver.engine.may_overlap()
@@ -742,6 +755,7 @@ class BucketCore:
         if self._attached is None:
             return
         self.driver.engine.layout_changed(HyperRow(self.optimizer.param_groups))
+        self.restrictions.parameters_reduced(self.driver)
         self.driver.switcher.parameters_added()
         self.driver.reporter.layout_changed()
         if self._overlap is not None:

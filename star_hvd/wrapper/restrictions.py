@@ -15,6 +15,7 @@ from star_hvd.channel.state_transfer import unsendable
 from star_hvd.engine.applier import replayable
 from star_hvd.engine.buckets import Bucket
 from star_hvd.engine.hyperparameters import StateInGroups
+from star_hvd.input.network import meets_in_pass
 from star_hvd.modes.averaged_state import unaveraged
 from star_hvd.modes.driver import StepDriver
 from star_hvd.wrapper.lockstep_core import unweighted
@@ -108,11 +109,20 @@ class Restrictions:
             driver.pin(self.looks_at_every_gradient, equal_batches=True)
         if unweighted():
             driver.pin(unweighted(), equal_batches=True)
+        self.parameters_reduced(driver)
         reason = lockstep_only(buckets, self._inner.param_groups)
         if reason is not None:
             if plan is None or plan.relaxed:
                 logger.warning("%s", reason)
             driver.pin(reason)
+
+    def parameters_reduced(self, driver: StepDriver) -> None:
+        """Stay in `sync` if parameters, now or newly reduced, are of layers whose ranks meet within a pass.
+
+        The first pass that gets to them may come when a relaxed mode is in force.
+        """
+        if not driver.equal_batches and (reason := meets_in_pass(self._reduced)):
+            driver.pin(reason, equal_batches=True)
 
     def before_step(self, driver: StepDriver) -> None:
         """Stay in `sync` if a parameter is trained that was frozen when the optimizer was wrapped.

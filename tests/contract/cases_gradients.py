@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from typing import Any
 
 import torch
@@ -11,16 +13,21 @@ from tests.contract.harness import (
     Api,
     Context,
     Plain,
+    all_equal,
     assert_same,
     batch,
     case,
     differentiate,
+    loss_of,
     make_steps,
     mlp,
+    params_of,
     raises,
+    until_relaxed,
     values_of,
     wrapped,
 )
+from tests.support.inside import driver_of
 
 
 class Branches(torch.nn.Module):
@@ -189,6 +196,51 @@ def sparse_embedding_summed(ctx: Context) -> None:
 def sparse_as_dense(ctx: Context) -> None:
     got, _ = _train_embedding(ctx.star, sparse_as_dense=True)
     assert_same(got, _train_embedding(ctx.horovod, sparse_as_dense=True)[0], exact=ctx.size == 2)
+
+
+@case(ranks=(2,), modes=("sync",))
+def layers_that_meet_within_a_pass_are_found_before_they_are_used(ctx: Context) -> None:
+    """The first pass that gets to them, or the first group with one, may come when a relaxed mode is in force."""
+    embedding, added = torch.nn.Embedding(4, 3, sparse=True), torch.nn.Embedding(4, 3, sparse=True)
+    for layer in (embedding, added, star_hvd.SyncBatchNorm(3), ctx.horovod.module.SyncBatchNorm(3)):
+        model = mlp()
+        params = [*model.parameters()] + ([] if layer is added else [*layer.parameters()])
+        optimizer = ctx.relaxed().wrap(Plain.simple(params))
+        if layer is added:
+            assert not driver_of(optimizer).equal_batches
+            optimizer.add_param_group({"params": [*layer.parameters()]})
+        assert driver_of(optimizer).equal_batches, layer
+        make_steps(model, optimizer, 6)
+        assert optimizer.mode == "sync", optimizer.mode
+
+
+@case(ranks=(2,), modes=("sync",), last=True)
+def sparse_gradients_that_first_come_in_a_relaxed_mode(ctx: Context) -> None:
+    """No layer tells of them beforehand. They are reduced in their buckets: no rank is waited for, and none is lost."""
+    for mode in ("partial(1)", "local(2)"):
+        model, table = mlp(), torch.nn.Parameter(torch.zeros(4, 3))
+        named = [*model.named_parameters(), ("table", table)]
+        inner = torch.optim.SGD([param for _, param in named], lr=0.1, momentum=0.9)
+        optimizer = star_hvd.DistributedOptimizer(inner, named_parameters=named, mode=mode)
+        until_relaxed(optimizer, functools.partial(_sparse_step, model, None, optimizer))
+        for _ in range(8):
+            _sparse_step(model, table, optimizer)
+        optimizer.close()
+        rows = table.detach()
+        assert all_equal(params_of(model) | {"table": rows}), mode
+        assert (rows[[0, 1, 3]] < -0.05).all() and not rows[2].any(), f"{mode}: {rows}"
+        assert optimizer.stats()["mismatches"] == 0
+
+
+def _sparse_step(model: torch.nn.Module, table: torch.nn.Parameter | None, optimizer: Any) -> None:
+    rank = int(star_hvd.rank())
+    optimizer.zero_grad()
+    time.sleep(0.02 if rank else 0.002)
+    loss = loss_of(model, rank, 0)
+    if table is not None:
+        loss = loss + torch.nn.functional.embedding(torch.tensor([rank, 3]), table, sparse=True).sum()
+    loss.backward()
+    optimizer.step()
 
 
 @case(modes=("sync",))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 
-from star_hvd.input.network import meets_in_pass, normalizations, warn_of_parts
+from star_hvd.input.network import NORMALIZES, SPARSE, meets_in_pass, normalizations, warn_of_parts
 
 
 def params_of(*layers: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -19,7 +19,7 @@ def test_layers_are_found_by_their_parameters() -> None:
     synced = SyncBatchNorm(3)
     assert normalizations(params_of(*plain)) == 0 and not meets_in_pass(params_of(*plain, normalized))
     assert normalizations(params_of(*plain, normalized)) == 1
-    assert meets_in_pass(params_of(embedding)) and meets_in_pass(params_of(synced))
+    assert meets_in_pass(params_of(embedding)) == SPARSE and meets_in_pass(params_of(synced)) == NORMALIZES
     assert not meets_in_pass(params_of(torch.nn.Embedding(4, 3)))
 
 
