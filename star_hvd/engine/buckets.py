@@ -17,6 +17,7 @@ import torch
 
 from scheduler.transmission.decision import Decision
 from star_hvd.engine.bucket_sizes import partition
+from star_hvd.errors import StarError
 
 __all__ = ["Bucket", "Wire", "in_format_of", "memory_format_of", "pack", "set_weight", "wire_dtype"]
 
@@ -129,6 +130,7 @@ class Bucket:
         if grad is None:
             view.zero_()
         elif grad.data_ptr() != view.data_ptr() or grad.stride() != view.stride():
+            self._check_kind(position)
             view.copy_(grad)
         self.show(position)
 
@@ -140,6 +142,7 @@ class Bucket:
         """
         param, view = self.params[position], self.views[position]
         if param.stride() != view.stride() and (strides := memory_format_of(param)) != view.stride():
+            self._check_kind(position)
             followed = view.as_strided(param.shape, strides, view.storage_offset())
             self.views = (*self.views[:position], followed, *self.views[position + 1 :])
             self._shown.pop(position, None)
@@ -155,7 +158,22 @@ class Bucket:
         if shown is None or shown.data_ptr() != view.data_ptr():
             shown = self._shown[position] = view.detach()
         if param.grad is not shown:
+            self._check_kind(position)
             param.grad = shown
+
+    def _check_kind(self, position: int) -> None:
+        """Check that a parameter is still what the buffer was made for: the program may cast or move its model.
+
+        Raises:
+            StarError: It is of another type or shape, or on another device.
+        """
+        param, view = self.params[position], self.views[position]
+        if param.dtype != view.dtype or param.device != view.device or param.shape != view.shape:
+            raise StarError(
+                f"a parameter is {param.dtype} on {param.device} with the shape {tuple(param.shape)}, and was "
+                f"{view.dtype} on {view.device} with the shape {tuple(view.shape)} when the optimizer was wrapped; "
+                "cast or move the model before hvd.DistributedOptimizer, or wrap the optimizer again by it afterwards"
+            )
 
     def show_all(self) -> None:
         """Let every parameter have what the buffer holds as its gradient."""

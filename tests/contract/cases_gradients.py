@@ -199,6 +199,22 @@ def sparse_as_dense(ctx: Context) -> None:
 
 
 @case(ranks=(2,), modes=("sync",))
+def a_model_cast_after_wrapping(ctx: Context) -> None:
+    """The buffers are of the former type; wrapped again, the optimizer goes on as under Horovod."""
+    (model, optimizer), (theirs, their_optimizer) = wrapped(ctx.star, Plain.simple), wrapped(ctx.horovod, Plain.simple)
+    make_steps(model, optimizer, 2)
+    make_steps(theirs, their_optimizer, 2)
+    model.double()
+    theirs.double()
+    with raises(star_hvd.StarError, "wrap the optimizer again"):
+        make_steps(model, optimizer, 3, first=2)
+    optimizer = ctx.star.wrap(optimizer, model.named_parameters())
+    make_steps(model, optimizer, 5, first=2)
+    make_steps(theirs, their_optimizer, 5, first=2)
+    assert_same(params_of(model), params_of(theirs), exact=True)
+
+
+@case(ranks=(2,), modes=("sync",))
 def layers_that_meet_within_a_pass_are_found_before_they_are_used(ctx: Context) -> None:
     """The first pass that gets to them, or the first group with one, may come when a relaxed mode is in force."""
     embedding, added = torch.nn.Embedding(4, 3, sparse=True), torch.nn.Embedding(4, 3, sparse=True)
