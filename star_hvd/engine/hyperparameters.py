@@ -66,11 +66,12 @@ class HyperRow:
     def read(self, groups: Sequence[dict[str, Any]]) -> list[float]:
         """Return the row of this rank's current values, `size` numbers.
 
-        A loaded state may have None, or another count of numbers, where there were numbers: NaN stands for each then.
+        A loaded state may have None, or another count of numbers, where there were numbers, and the program may have
+        removed a group: NaN stands for each then.
         """
         row: list[float] = []
         for index, key, count in self._slots:
-            value = groups[index].get(key)
+            value = _entry(groups, index, key)
             parts = value if isinstance(value, (tuple, list)) else (value,)
             row.extend((float(part) for part in parts) if _numbers(value) == count else [math.nan] * count)
         return row
@@ -89,7 +90,7 @@ class HyperRow:
         position = 0
         try:
             for index, key, count in self._slots:
-                old, numbers = groups[index].get(key), row[position : position + count]
+                old, numbers = _entry(groups, index, key), row[position : position + count]
                 position += count
                 if _numbers(old) != count or any(map(math.isnan, numbers)):
                     continue
@@ -142,6 +143,10 @@ class StateInGroups:
         after = _entries(groups)
         changed = [entry for entry, numbers in after.items() if before.get(entry) != numbers]
         self.found = self.found or (changed[0][1] if changed else "")
+
+
+def _entry(groups: Sequence[dict[str, Any]], index: int, key: str) -> Any:
+    return groups[index].get(key) if index < len(groups) else None
 
 
 def _unchanged(current: Any, new: Any) -> bool:

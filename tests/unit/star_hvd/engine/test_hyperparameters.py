@@ -53,6 +53,17 @@ def test_whether_an_entry_is_taken_is_found_without_a_search_among_all() -> None
     assert compared[0] < 20
 
 
+def test_a_group_that_the_program_has_removed_is_left_out() -> None:
+    row, left = HyperRow(groups()), groups()[:1]
+    values = row.read(left)
+    assert values[:5] == [0.0, 0.9, 0.999, 0.1, 3.0] and all(map(math.isnan, values[5:]))
+    with row.applied(left, [1.0, 0.8, 0.99, 0.01, 4.0, 0.25, 0.3, 0.4]):
+        assert left[0]["lr"] == 0.01
+    assert left[0]["lr"] == 0.1
+    with row.applied(groups(), values):
+        pass
+
+
 def test_applied_and_put_back() -> None:
     mine, row = groups(), HyperRow(groups())
     tensor = mine[1]["lr"]
