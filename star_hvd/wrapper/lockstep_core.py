@@ -124,17 +124,21 @@ class NativeCore:
         self._group_of: dict[torch.nn.Parameter, Group] = {}
         self._count: dict[Group, int] = {}
         self._hooks: list[Any] = []
-        if process_set.included() and mpi_ops.size() > 1:
-            params = [p for g in inner.param_groups for p in g["params"] if p.requires_grad]
-            if groups:
-                self._form_groups(params, groups)
-            self.add_params(params)
+        params = [p for g in inner.param_groups for p in g["params"] if p.requires_grad]
+        if groups and self._has_peers:
+            self._form_groups(params, groups)
+        self.add_params(params)
         note_reducing(self)
 
     @property
     def reduces(self) -> bool:
         """Whether backward passes reduce gradients through this optimizer."""
         return bool(self._hooks) and not self._dropped
+
+    @property
+    def _has_peers(self) -> bool:
+        """Whether this rank reduces with others: it may be alone, or no member of the process set."""
+        return bool(self._process_set.included()) and mpi_ops.size() > 1
 
     def _form_groups(self, params: list[torch.nn.Parameter], groups: int | list[Any]) -> None:
         order = broadcast_object(
@@ -153,8 +157,8 @@ class NativeCore:
             self._group_of.update(dict.fromkeys(group, group))
 
     def add_params(self, params: Sequence[torch.nn.Parameter]) -> None:
-        """Register hooks on parameters."""
-        for param in params:
+        """Register hooks on parameters, if this rank reduces with others."""
+        for param in params if self._has_peers else ():
             if param.requires_grad and param not in self.requires_update:
                 self.requires_update.add(param)
                 self.names.setdefault(param, f"allreduce.added.{len(self.names)}")
@@ -307,7 +311,6 @@ class NativeCore:
                 loss = closure()
             self.synchronize(manual=True)
             self._clip()
-            everywhere = self._process_set.included() and mpi_ops.size() > 1
-            return mean_loss(loss, "star.loss", self._process_set) if everywhere else loss
+            return mean_loss(loss, "star.loss", self._process_set) if self._has_peers else loss
 
         return self.base.step(self.optimizer, reduced)

@@ -115,6 +115,20 @@ def test_groups_are_described_as_they_are_reduced(rank: Rank, monkeypatch: pytes
     assert isinstance(message, ProgramCollective) and message.shapes == [2, 2, 3, 1, 4]
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_group_added_by_a_rank_that_reduces_with_no_other_is_not_reduced(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """A rank that is alone, or no member of the process set, makes as many backward passes as it likes."""
+    monkeypatch.setattr(mpi_ops, "size", lambda: 1 if alone else 2)
+    core = rank.core(types.SimpleNamespace(included=lambda: alone))
+    core.add_params([added := torch.nn.Parameter(torch.zeros(2))])
+    for _ in range(2):
+        added.sum().backward()
+    core.synchronize(manual=False)
+    assert rank.reduced == [] and not core.reduces and added not in core.requires_update
+
+
 def test_sparse_gradients_are_refused_while_ranks_are_in_join(rank: Rank) -> None:
     core = rank.core()
     rank.joined.on_message(JoinedRanks([1]))
