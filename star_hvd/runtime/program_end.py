@@ -115,11 +115,12 @@ def _on_thread_error(args: threading.ExceptHookArgs) -> None:
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `function`, which raises SystemExit, so that its status is noted."""
 
-    def leave(status: Any = None) -> Any:
+    def leave(*args: Any, **named: Any) -> Any:
         global _exit_failed
         if threading.current_thread() is threading.main_thread():
+            status = args[0] if args else named.get("code")  # `exit` and `quit` have that name for it.
             _exit_failed = status not in (None, 0)
-        return function(status)
+        return function(*args, **named)
 
     return leave
 

@@ -44,6 +44,8 @@ start()
         ("exit()", False),
         ("exit(3)", True),
         ("quit(3)", True),
+        ("exit(code=3)", True),
+        ("quit(code=0)", False),
         ("raise ValueError", True),
         ("raise KeyboardInterrupt", True),
         ("deep(3)", True),
