@@ -577,10 +577,14 @@ class _Methods:
 
         Call it before the model's `state_dict()`, so that parameters and state are of the same step in every mode. In
         `partial` and `local`, while the program has other weights in the place of the parameters, it changes nothing:
-        the state is that of the parameters that the program will put back.
+        the state is that of the parameters that the program will put back. A copy of the optimizer has its own state.
         """
-        self._star.refresh_state()
-        return self._star.local_state()
+        wrapper = getattr(self, "_star", None)
+        if wrapper is None:  # torch copies the groups and the state, and nothing else.
+            made = next(each for each in type(self).__mro__ if "_star_class" in each.__dict__)
+            return dict(made.__bases__[0].state_dict(self))  # type: ignore[attr-defined]
+        wrapper.refresh_state()
+        return wrapper.local_state()
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Load the optimizer's state, on all ranks; discards an unfinished step and gradients that wait for a step."""

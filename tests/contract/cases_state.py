@@ -69,6 +69,21 @@ def state_made_before_wrapping_under_horovod(ctx: Context) -> None:
     assert sums and all(value == 0.0 for value in sums), "Horovod keeps the state now"
 
 
+@case(ranks=(2,), modes=("sync",))
+def a_copy_of_the_optimizer_has_its_own_state(ctx: Context) -> None:
+    """torch copies groups and state; a program may keep that of its best epoch so."""
+    for api in (ctx.star, ctx.horovod):
+        model = mlp()
+        optimizer = api.wrap(Plain.sgd(model.parameters()), model.named_parameters())
+        make_steps(model, optimizer, 2)
+        kept, state = copy.deepcopy(optimizer), copy.deepcopy(optimizer.state_dict())
+        make_steps(model, optimizer, 4, first=2)
+        found = kept.state_dict()
+        assert found["param_groups"] == state["param_groups"] and found["state"].keys() == state["state"].keys()
+        for index, entries in state["state"].items():
+            assert torch.equal(found["state"][index]["momentum_buffer"], entries["momentum_buffer"])
+
+
 @case()
 def a_group_added_after_wrapping_gets_defaults(ctx: Context) -> None:
     model = mlp()
