@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import logging
 import os
 import secrets
 import shutil
@@ -32,6 +33,8 @@ from star_hvd.channel.handshake_limiter import DATA_BYTES, HandshakeLimiter, set
 from star_hvd.errors import StarError
 
 __all__ = ["JobKey", "KeyPair", "Keyring", "Peer", "PrivateFolder", "own_address"]
+
+logger = logging.getLogger("star_hvd")
 
 
 _OUTSIDE = ("198.51.100.1", 9)  # Reserved for documentation: no host's own address.
@@ -237,6 +240,15 @@ class PrivateFolder:
         if len(str(self.path)) > _MAX_FOLDER:
             self.path.rmdir()
             self.path = Path(tempfile.mkdtemp(prefix="star-", dir="/tmp"))
+
+    @classmethod
+    def if_possible(cls) -> PrivateFolder | None:
+        """Return a new folder, None if there is no place for temporary files that this process may write to."""
+        try:
+            return cls()
+        except OSError as error:
+            logger.info("no folder for Unix sockets, so ranks of this host use TCP: %s", error)
+            return None
 
     @staticmethod
     def is_own(path: str) -> bool:

@@ -855,13 +855,15 @@ def _shared_folder(*, wanted: bool) -> PrivateFolder | None:
         wanted: Whether this rank should use one. If the user set addresses, of network namespaces for example, ranks of
             one host use these instead.
     """
-    folder = PrivateFolder()
-    folders = allgather_object((wanted, str(folder.path)), name="star.folders")
+    folder = PrivateFolder.if_possible()
+    own = wanted and folder is not None, "" if folder is None else str(folder.path)
+    folders = allgather_object(own, name="star.folders")
     # In containers, ranks may share a host's name and address but no files.
     reached = all(each and PrivateFolder.is_own(path) for each, path in folders)
     if all(allgather_object(reached, name="star.reached")):
         return folder
-    folder.close()
+    if folder is not None:
+        folder.close()
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import psutil
 import pytest
 import zmq
 
-from star_hvd.channel.keys import Keyring, Peer, own_address
+from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
 from star_hvd.errors import StarError
 
 
@@ -37,6 +38,19 @@ def test_a_rank_of_the_job_is_heard_under_its_identity(ring: Any) -> None:
     router.send_multipart([b"1", b"and you"])
     assert dealer.poll(60_000) and dealer.recv() == b"and you"
     dealer.close(linger=0)
+
+
+def test_without_a_place_for_temporary_files_there_is_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = PrivateFolder.if_possible()
+    assert made is not None and PrivateFolder.is_own(str(made.path))
+    made.close()
+    assert not made.path.exists()
+
+    def refused(*args: Any, **named: Any) -> str:
+        raise FileNotFoundError("no usable temporary directory")
+
+    monkeypatch.setattr(tempfile, "mkdtemp", refused)
+    assert PrivateFolder.if_possible() is None
 
 
 def test_a_foreign_key_is_denied_and_counted(ring: Any) -> None:
