@@ -658,7 +658,7 @@ class StepDriver:
             self._phase.closed(message.typical_compute_s)
             self.engine.close(message.step)
         elif isinstance(message, messages.PlanMessage):
-            self._offer(Plan.from_dict(message.plan))
+            self._offer(Plan.from_dict(message.plan), message.active)
         elif isinstance(message, Commit):
             self.switcher.commit(message.plan_id)
             if self.others():  # One may have been made just now, before this raised the flag.
@@ -668,14 +668,14 @@ class StepDriver:
         elif isinstance(message, messages.Abandon):
             self.switcher.abandon(message.plan_id)
 
-    def _offer(self, plan: Plan) -> None:
+    def _offer(self, plan: Plan, active: int) -> None:
         unsuited = self.engine.unsuited(plan)
         if unsuited is None and self.others():
             unsuited = crossing(plan, auto=self.auto) or None
         if unsuited is not None:
             self._report_prepared(plan, unsuited)
             return
-        self.switcher.offer(plan)
+        self.switcher.offer(plan, active)
         if self.others():  # Another one may have been made just now, by the training thread.
             self.refuse_crossing()
 

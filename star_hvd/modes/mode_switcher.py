@@ -185,9 +185,9 @@ class ModeSwitcher:
 
     # ---- events of the coordinator, in the agent's thread ---------------------------------------------------------
 
-    def offer(self, plan: Plan) -> None:
-        """The coordinator publishes a plan."""
-        self._take_in(protocol.PlanOffered(plan))
+    def offer(self, plan: Plan, active: int = -1) -> None:
+        """The coordinator publishes a plan, under the plan of id `active`."""
+        self._take_in(protocol.PlanOffered(plan, active))
 
     def commit(self, plan_id: int) -> None:
         """All ranks are ready for a plan."""

@@ -75,6 +75,8 @@ class _Record:
     plan: Plan
     state: PlanState = S.UNKNOWN
     session: int = -1
+    after: int = -1  # The id of the plan under which it was published.
+    committed: bool = False  # Whether all ranks are ready for it.
     step: int = -1  # At which it begins, once announced.
     following: bool = False  # Whether the engine was asked to adopt it.
     ended: EndedServers | None = None  # Servers whose last state it begins with.
@@ -174,8 +176,9 @@ class SwitchMachine:
         found = [each for record in self._concerned(event) for each in self._apply(record, event)]
         if isinstance(event, PlanInForce):
             found += self._follow_next() + self._flag_later()
-        elif isinstance(event, (StepEnded, ModeDrained)) and not self._outdated():
-            found += self._to_all(ThreadLeft(), S.WAITING)
+        if isinstance(event, (PlanInForce, StepEnded, ModeDrained)) and not self._outdated():
+            waiting = [record for record in self._in(S.WAITING) if not self._is_early(record)]
+            found += [each for record in waiting for each in self._apply(record, ThreadLeft())]
         return found
 
     def _concerned(self, event: Event) -> Iterator[_Record]:
@@ -219,6 +222,8 @@ class SwitchMachine:
     # ---- getting ready ---------------------------------------------------------------------------------------------
 
     def _offered(self, record: _Record, event: Event) -> list[Instruction]:
+        assert isinstance(event, PlanOffered)
+        record.after = event.active
         if record.plan.family == self.in_force.family == "all_ranks":
             record.state = S.PREPARED
             return [RaiseFlag(record.plan, offered=True)]
@@ -228,15 +233,25 @@ class SwitchMachine:
     def _preparation_begins(self, record: _Record, event: Event) -> list[Instruction]:
         """Prepare, unless the training thread is still connected to a server session before the last one.
 
-        For a busy training thread only the connections to the servers that ended last are kept.
+        For a busy training thread only the connections to the servers that ended last are kept. Nor is a plan prepared
+        before the one under which it was published is in force here: whether it continues that one's servers, and what
+        follows from its commit, is not known earlier.
         """
         plan = record.plan
         own_servers = plan.family in _SERVED and not plan.family == self.in_force.family == "ps"
-        if own_servers and self._outdated():
+        if (own_servers and self._outdated()) or self._is_early(record):
             record.state = S.WAITING
             return []
         record.state = S.PREPARING
         return [Prepare(plan)]
+
+    def _is_early(self, record: _Record) -> bool:
+        """Whether the plan under which this one was published is yet to come into force here, and both need more than a
+        flag: with `all_ranks` it makes no difference which of them this rank is under."""
+        active = self._records.get(record.after)
+        if active is None or active.state is S.ABANDONED or record.after <= self.in_force.plan_id:
+            return False
+        return record.plan.family != "all_ranks" != active.plan.family
 
     def _prepared(self, record: _Record, event: Event) -> list[Instruction]:
         assert isinstance(event, PlanPrepared)
@@ -250,6 +265,11 @@ class SwitchMachine:
         return [ReportRefused(record.plan, event.reason, unsupported)]
 
     def _committed(self, record: _Record, event: Event) -> list[Instruction]:
+        record.committed = True
+        return self._leave_for(record)
+
+    def _leave_for(self, record: _Record) -> list[Instruction]:
+        """Return what all ranks being ready for a plan means under the plan in force."""
         if self.in_force.family in _SERVED:
             return [EndServers(self.in_force, record.plan)]
         return [RaiseFlag(record.plan, offered=False)] if self._takes_part(self.in_force) else []
@@ -333,7 +353,9 @@ class SwitchMachine:
         for older in [each for each in self._records.values() if each.plan.plan_id < plan.plan_id]:
             self._apply(older, Superseded(plan))
         serving: list[Instruction] = [BeginServers(plan), QueueServing(plan.plan_id)] if plan.family in _SERVED else []
-        return [*serving, *self._report_flagged()]
+        later = [each for each in self._in(S.PREPARED) if each.committed and each.plan.plan_id > plan.plan_id]
+        moving = [each for record in later[-1:] for each in self._leave_for(record)]
+        return [*serving, *self._report_flagged(), *moving]
 
     def _report_flagged(self) -> list[Instruction]:
         """Report later plans that only have their flag up, as they were offered under a plan that needs no more.

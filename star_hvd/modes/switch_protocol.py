@@ -96,9 +96,10 @@ S = PlanState
 
 @dataclass(frozen=True, slots=True)
 class PlanOffered:
-    """The coordinator publishes a plan."""
+    """The coordinator publishes a plan. `active` is the id of the plan that it knew to be in force."""
 
     plan: Plan
+    active: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,8 @@ class FlagDue:
 
 @dataclass(frozen=True, slots=True)
 class ThreadLeft:
-    """Internal: the training thread has left all modes that are not in force."""
+    """Internal: the training thread has left all modes that are not in force, and the plan in force here is as new as
+    that under which the waiting one was published."""
 
 
 Event = (
@@ -435,7 +437,8 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     Transition(
         (S.QUEUED,), PreparationBegins, (S.PREPARING, S.WAITING), (Prepare,),
-        "waits if it needs servers of its own and some plan is ended or undrained",
+        "waits if it needs servers of its own and some plan is ended or undrained, or if it was published under a plan "
+        "that is not in force here yet, and neither is of `all_ranks`",
     ),
     Transition((S.PREPARING,), PlanPrepared, (S.PREPARED,), (ReportPrepared,), ""),
     Transition((S.PREPARING, S.PREPARED), PlanRefused, (S.ABANDONED,), (ReportRefused,), ""),
@@ -464,9 +467,10 @@ TRANSITIONS: tuple[Transition, ...] = (
     ),
     Transition(
         (S.UNKNOWN, S.QUEUED, S.WAITING, S.PREPARING, S.PREPARED, S.WITHDRAWN, S.ANNOUNCED, S.ABANDONED), PlanInForce,
-        (S.IN_FORCE, S.ENTERED, S.OVER), (BeginServers, QueueServing, ReportPrepared),
+        (S.IN_FORCE, S.ENTERED, S.OVER), (BeginServers, QueueServing, ReportPrepared, RaiseFlag, EndServers),
         "entered at once where it continues the mode that the training thread is in; over if a newer one is in force; "
-        "later plans that only had their flag up are reported where that is not enough any more",
+        "later plans that only had their flag up are reported where that is not enough any more; what follows from an "
+        "earlier `PlanCommitted` of a later one is done under this one",
     ),
     Transition((S.QUEUED, S.WAITING, S.PREPARING), Superseded, (S.ABANDONED,), (), ""),
     Transition((S.PREPARED, S.WITHDRAWN, S.ANNOUNCED), Superseded, (S.OVER,), (), "passed"),

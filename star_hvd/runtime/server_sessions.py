@@ -47,6 +47,8 @@ class _Session:
     layout: Layout
     spec: OptimizerSpec
     begun: bool = False  # Whether its plan came into force, also if past this rank's training thread; many never do.
+    seeded: bool = False  # Whether this rank's server has its shard.
+    following: Plan | None = None  # The plan to move to as soon as it has.
 
 
 class ServerSessions:
@@ -326,10 +328,20 @@ class ServerSessions:
         raise StarError(f"{plan.label} has no servers here: its plan was never prepared")
 
     def end(self, optimizer_id: int, plan: Plan, new: Plan) -> None:
-        """Change the servers' rule, or let them make their last update, as all ranks are ready to switch to `new`."""
+        """Change the servers' rule, or let them make their last update, as all ranks are ready to switch to `new`.
+
+        A server that is not open yet does so then: this rank's training thread has still to bring its first state.
+        """
         session = self._session_of(optimizer_id, plan)
         if session.plan.servers[0] != self._rank:
             return
+        with self._changed:
+            if not session.seeded:
+                session.following = new
+                return
+        self._move(optimizer_id, plan, new)
+
+    def _move(self, optimizer_id: int, plan: Plan, new: Plan) -> None:
         if new.family == plan.family == "ps":
             self._process.set_plan(optimizer_id, new)
         else:
@@ -370,6 +382,10 @@ class ServerSessions:
                     self._process.member(optimizer_id, rank, "absent")
             session.begun = True
         self._process.seed(optimizer_id, number, snapshot)
+        with self._changed:
+            session.seeded, following = True, session.following
+        if following is not None:
+            self._move(optimizer_id, plan, following)
         if not (self._process.alive or self._stopped):  # Given up before all ranks had agreed on the plan.
             supervised(self._recover, "star-ps-recover").start()
 

@@ -408,11 +408,12 @@ class CloseStep(Message):
 @message_kind
 @dataclass(frozen=True, slots=True)
 class PlanMessage(Message):
-    """A plan to prepare."""
+    """A plan to prepare. `active` is the id of the plan that was in force when it was published."""
 
     kind: ClassVar[str] = "plan"
     optimizer_id: int
     plan: dict[str, Any]
+    active: int = -1
 
 
 @message_kind

@@ -138,7 +138,7 @@ class Published:
         self.pending = Switch(self._optimizer_id, plan, active, now_s + limit_s, limit_s)
         self._plans[plan.plan_id] = plan
         ordered = self._sets.order(self._optimizer_id, plan.sets, plan.plan_id)
-        return [*ordered, PlanMessage(self._optimizer_id, plan.to_dict())]
+        return [*ordered, PlanMessage(self._optimizer_id, plan.to_dict(), active.plan_id)]
 
     def abandon(self, reason: str) -> list[Message]:
         """Give up the pending plan, which there must be."""

@@ -69,6 +69,9 @@ class Owner:
     def seed(self, optimizer_id: int, number: int, snapshot: Snapshot) -> None:
         self.orders.append(("seed",))
 
+    def cut(self, optimizer_id: int, plan_id: int) -> None:
+        self.orders.append(("cut", plan_id))
+
     def member(self, optimizer_id: int, rank: int, what: str) -> None:
         self.orders.append(("member", rank, what))
 
@@ -260,6 +263,20 @@ def test_servers_are_told_who_was_absent_before_they_were_there(made: Made) -> N
     made.enter(plan)
     made.seed(plan)
     assert made.owner.orders == [("open", [1, 1]), ("member", 1, "absent"), ("seed",)]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_servers_end_once_they_have_their_first_state(made: Made, before: bool) -> None:
+    """All ranks may be ready for the next plan while this one's training thread has still to bring it."""
+    plan = Plan.ps(4, 3, servers=(2, 0)).replace(plan_id=1)
+    made.enter(plan)
+    if before:
+        made.sessions.end(0, plan, grouped(2))
+        assert made.owner.orders == []
+    made.seed(plan)
+    if not before:
+        made.sessions.end(0, plan, grouped(2))
+    assert [order[0] for order in made.owner.orders] == ["open", "seed", "cut"] and made.owner.orders[-1][1] == 2
 
 
 def test_a_server_that_is_not_open_yet_is_told_of_presence_later() -> None:
