@@ -167,6 +167,23 @@ class Readings:
         """Step of the latest report of every rank that has one."""
         return list(self._steps[self.counts > 0, -1].tolist()) if self._width else []
 
+    def reports_per_step(self, most: int) -> float:
+        """Mean reports of a rank per step, above 1 between two averagings of `local`; NaN if no step is complete.
+
+        Args:
+            most: Number of steps to look at, the newest that all ranks have reported in full.
+        """
+        if not self._width or not self.counts.all():
+            return math.nan
+        known = np.arange(self._width) >= self._width - self.counts[:, None]
+        oldest = int(np.where(known, self._steps, np.iinfo(np.int64).max).min(axis=1).max())
+        end = int(self._steps[:, -1].min())  # Of this and the oldest step the window may have some reports only.
+        begin = max(oldest + 1, end - most)
+        if end <= begin:
+            return math.nan
+        inside = known & (self._steps >= begin) & (self._steps < end)
+        return float(inside.sum()) / (len(self.counts) * (end - begin))
+
     def in_force(self, first: int, rows: int, since: int | None) -> tuple[_Floats, _Flags]:
         """Times in force at consecutive steps, for ranks without slow reports.
 

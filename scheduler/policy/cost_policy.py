@@ -100,6 +100,8 @@ _PAUSE_S, _PAUSE_STEPS = 0.2, 3.0
 """A time in which no rank trains is a pause of the program, such as an evaluation, if it is longer than both: seconds,
 and usual steps of the slowest rank. What `partial` leaves a straggler out for is not: the others report meanwhile."""
 
+_AVERAGINGS = 8  # The newest ones, whose steps are counted.
+
 _CLEAR, _EARLY_STEPS = 0.85, 40
 """Predicted time relative to the active plan's below which a switch does not wait for measurements of the active plan
 and a relaxed plan is left for another family, and the most steps that other switches wait for measurements."""
@@ -169,6 +171,7 @@ class CostPolicy:
         self._conditions: Conditions | None = None  # Of the last decision.
         self._now: tuple[Window, Plan, StragglerSummary | None] | None = None
         self._waiting: tuple[Prediction, float] | None = None
+        self._walks: dict[str, float] = {}  # Counted steps between two averagings, by the label of the plan.
         self._going: Plan | None = None
         self._uncertain: Prediction | None = None  # Best plan of the last decision for which an exact mode is kept.
         self._unclear: Prediction | None = None  # The same for a relaxed plan and one of another family.
@@ -204,7 +207,7 @@ class CostPolicy:
         stragglers = summarize_stragglers(conditions, self._least_share)
         self._now = (window, active, stragglers)
         self._profile = SlownessProfile.of(conditions, stragglers.links)
-        self._factors = _factors(window, active, conditions)
+        self._factors = self._factors_of(window, active, conditions)
         self._check.set_normalized_step(self._factors.normalized_step, stragglers.links)
         back = self._revert(window, conditions, active)
         if back is not None:
@@ -241,12 +244,32 @@ class CostPolicy:
         conditions = conditions.with_freezes(
             self._freezes.per_step_s, self._freezes.freezing, self._freezes.froze
         )
-        counted = _steps_counted(window, active, conditions)
+        self._count_walk(window, active)
+        counted = self._steps_counted(window, active, conditions)
         rate = self._links.note(window, active, conditions.rate, steps_per_report=counted)
         conditions = dataclasses.replace(conditions, rate=rate, background=self._background)
         self._noise, self._conditions = conditions.noise, conditions
         self._least_gain = max(self._gain, _GAIN_CROWDED) if conditions.crowded else self._gain
         return conditions
+
+    def _count_walk(self, window: Window, active: Plan) -> None:
+        """Note how many steps ranks make between two averagings of `local(2.5s)`.
+
+        On busy machines fewer fit than by `usual_s`, which leaves out waits for a processor: by that, the plan would
+        seem several times as fast as it is.
+        """
+        if active.mode == "local" and not active.local_steps and not window.counts_local:
+            counted = Readings.of(window).reports_per_step(_AVERAGINGS)
+            if counted > 0.0:
+                self._walks[active.label] = counted
+
+    def _steps_counted(self, window: Window, plan: Plan, conditions: Conditions) -> float:
+        """Mean steps of a rank per step of the window: an averaging in `local`, or a step of the fastest rank there."""
+        counted = 0.0 if window.counts_local else self._walks.get(plan.label, 0.0)
+        return counted or mean_steps(plan, conditions.usual_s, counts_local=window.counts_local)
+
+    def _factors_of(self, window: Window, plan: Plan, conditions: Conditions) -> CostFactors:
+        return _factors(plan, conditions, self._steps_counted(window, plan, conditions))
 
     def _learn(self, window: Window, active: Plan) -> None:
         """Learn the price of staleness from the loss decrease under a plan (see `StalenessPrice.observe`)."""
@@ -431,7 +454,8 @@ class CostPolicy:
         free = _preferred(near_by, gain, now) if near_by else now
         if not free.relative < (1.0 - self._least_gain) * now.relative:
             free = now  # It would take the place of a plan that is worth a switch.
-        counted, just_lost_s = _steps_counted(window, active, conditions), _just_lost_s(conditions, active, free.plan)
+        counted = self._steps_counted(window, active, conditions)
+        just_lost_s = _just_lost_s(conditions, active, free.plan)
         near = self._near(window, free, now, counted, just_lost_s) if free is not best else None
         if best.plan.mode == "ps":
             self._rental.lost_s += lost_s  # Time lost to freezes, which servers would have avoided.
@@ -521,7 +545,7 @@ class CostPolicy:
             return False
         calm = float(window.step - self._calm_since)
         if self._conditions is not None:
-            calm *= _steps_counted(window, active, self._conditions)
+            calm *= self._steps_counted(window, active, self._conditions)
         if active.mode == "partial":
             return calm >= _CALM_PARTIAL_STEPS
         least = _CALM_STEPS if slower <= _CALM_LOSS else _CALM_PARTIAL_STEPS
@@ -547,7 +571,7 @@ class CostPolicy:
         assert self._now is not None
         window, active, _ = self._now
         since = window.step - self._sets.get(ranks, -(10**9))
-        steps = since * _steps_counted(window, active, conditions) / active.updates_per_step
+        steps = since * self._steps_counted(window, active, conditions) / active.updates_per_step
         return ranks in active.sets or steps * float(np.median(conditions.usual_s)) <= SET_IDLE_S
 
     def _safe(self, active: Plan, why: str) -> Plan:
@@ -602,7 +626,9 @@ class CostPolicy:
         if expected is None or active.plain:
             return None
         plans = {one.label: one for one in (active, expected.replaced, Plan.sync(self.world_size))}
-        outcome = self._check.judge({label: _factors(window, one, conditions) for label, one in plans.items()})
+        outcome = self._check.judge(
+            {label: self._factors_of(window, one, conditions) for label, one in plans.items()}
+        )
         if outcome is None:
             return None
         self._outcome = outcome
@@ -656,9 +682,9 @@ class CostPolicy:
         return "".join(parts)
 
 
-def _factors(window: Window, plan: Plan, conditions: Conditions) -> CostFactors:
-    """The factors that convert measurements of a plan, per step of the window, to current conditions."""
-    found, steps = predict(plan, conditions), _steps_counted(window, plan, conditions)
+def _factors(plan: Plan, conditions: Conditions, steps: float = 1.0) -> CostFactors:
+    """The factors that convert measurements of a plan, per `steps` of a rank, to current conditions."""
+    found = predict(plan, conditions)
     frozen_s = 0.0 if plan.mode == "ps" else conditions.frozen_s
     unfrozen = predict(plan, dataclasses.replace(conditions, frozen_s=0.0)) if frozen_s else found
     normalized_step = unfrozen.interval_s * steps / conditions.typical_s
@@ -754,8 +780,3 @@ def _just_lost_s(conditions: Conditions, active: Plan, plan: Plan) -> float:
 def _steps_per_report(plan: Plan, conditions: Conditions) -> float:
     """Mean steps of a rank per global step of a job; predictions are per step of a rank."""
     return mean_steps(plan, conditions.usual_s)
-
-
-def _steps_counted(window: Window, plan: Plan, conditions: Conditions) -> float:
-    """Mean steps of a rank per step of the window, which counts the fastest rank's in `local` or only averagings."""
-    return mean_steps(plan, conditions.usual_s, counts_local=window.counts_local)

@@ -36,9 +36,10 @@ def window(
     comm_bytes: int = 1_000_000,
     comm_s: Sequence[float] = (),
     allowed: Sequence[str] = MODES,
+    each: Sequence[int] = (),
     **fields: Any,
 ) -> Window:
-    """Return a window whose last step is `end`."""
+    """Return a window whose last step is `end`; with `each`, ranks have as many reports of a step, as in `local`."""
     steps, n = times.shape
     last = steps if end is None else end
     return Window(
@@ -47,7 +48,7 @@ def window(
             RankStats(
                 rank=rank,
                 compute_s=tuple(times[:, rank].tolist()),
-                steps=tuple(range(last - steps, last)),
+                steps=tuple(last - 1 - back // (each[rank] if each else 1) for back in range(steps - 1, -1, -1)),
                 link_bytes_per_s=1e9 if rates is None else rates[rank],
                 starved_share=(starved or {}).get(rank, 0.0),
                 silent_s=(silent_s or {}).get(rank, 0.0),

@@ -499,11 +499,15 @@ def test_steps_beside_a_preparation_are_no_reference(warmed: bool) -> None:
     assert policy._check.measured_s(policy._factors) > 0.12, "later on, slow steps are the plan's"
 
 
-def _of_local(plan: Plan, averaging_s: float, *, each: int = 1, counts_local: bool = False) -> Prediction:
+def _of_local(
+    plan: Plan, averaging_s: float, *, each: int = 1, counts_local: bool = False, walks: tuple[int, ...] = (6, 6, 1, 1)
+) -> Prediction:
     """The prediction for `local` on two fast ranks and two slow ones, after averagings of that length."""
     policy, times = CostPolicy(4), np.tile([0.1, 0.1, 0.4, 0.4], (32, 1))
+    reports = {} if counts_local or plan.local_steps else {"each": walks}
     for count in range(150, 250):
-        policy.decide(window(times, end=each * count, now_s=averaging_s * count, counts_local=counts_local), plan)
+        now_s = averaging_s * count
+        policy.decide(window(times, end=each * count, now_s=now_s, counts_local=counts_local, **reports), plan)
     return next(one for one in policy.last if one.plan.label == plan.label)
 
 
@@ -514,6 +518,13 @@ def test_averagings_progress_by_the_ranks_mean_number_of_steps(averaging_s: floa
     predicted, found = _of_local(local, math.nan), _of_local(local, averaging_s)
     part = averaging_s / (3.5 * predicted.interval_s)
     assert found.relative_time / predicted.relative_time == pytest.approx(part, rel=0.02)
+
+
+def test_steps_that_waits_for_a_processor_keep_from_fitting_do_not_count() -> None:
+    """The times of a decision are without such waits: by these six steps of 0.1 s would fit."""
+    local = Plan.local(4, seconds=0.6, plan_id=1)
+    quiet, busy = _of_local(local, 0.45), _of_local(local, 0.45, walks=(5, 5, 1, 1))
+    assert busy.relative_time / quiet.relative_time == pytest.approx(3.5 / 3.0, rel=0.02)
 
 
 @pytest.mark.parametrize(
