@@ -290,6 +290,8 @@ class CostPolicy:
             gradients=gradients,
             noise=self._noise,
             world=n,
+            error=stretch.error,
+            skipped=stretch.skipped,
         )
 
     def _drift(self, plan: Plan) -> float:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,11 +32,16 @@ class Stretch:
         plan: The plan.
         updates: Updates from the middle of the first losses to the middle of the last.
         decrease: Decrease of the loss between these, negative if it rose.
+        error: Its standard error by the noise of the losses.
+        skipped: Losses between the previous stretch and this one, under plans that did not last: about as many as
+            synchronous steps, since under servers one is recorded per as many gradients as ranks.
     """
 
     plan: Plan
     updates: float
     decrease: float
+    error: float
+    skipped: float
 
 
 class LossStretches:
@@ -41,6 +49,7 @@ class LossStretches:
 
     def __init__(self) -> None:
         self._begun: tuple[int, Plan] | None = None
+        self._skipped = 0
 
     def note(self, window: Window, active: Plan) -> Stretch | None:
         """Return a stretch that ends with this window, None if there is none.
@@ -53,6 +62,8 @@ class LossStretches:
             active: The active plan.
         """
         if self._begun is None or self._begun[1].plan_id != active.plan_id:
+            began = 0 if self._begun is None else self._begun[0]
+            self._skipped += sum(step >= began for step in window.loss_steps)
             self._begun = (window.step, active)
             return None
         began, plan = self._begun
@@ -63,6 +74,7 @@ class LossStretches:
         ]
         if window.step - began < _STEPS or len(inside) < 3 * _SMOOTH:
             return None
+        skipped, self._skipped = self._skipped, 0
         self._begun = (window.step, active)
         first, last = inside[:_SMOOTH], inside[-_SMOOTH:]
         decrease = (sum(loss for _, loss in first) - sum(loss for _, loss in last)) / _SMOOTH
@@ -71,4 +83,10 @@ class LossStretches:
         readings = Readings.of(window)
         usual_s = np.where(readings.counts, readings.total_s() / np.maximum(readings.counts, 1), readings.typical_s)
         each = mean_steps(plan, usual_s, counts_local=window.counts_local)
-        return Stretch(plan=plan, updates=steps * each, decrease=decrease)
+        error = _noise([loss for _, loss in inside]) * math.sqrt(2.0 / _SMOOTH)
+        return Stretch(plan=plan, updates=steps * each, decrease=decrease, error=error, skipped=float(skipped))
+
+
+def _noise(losses: Sequence[float]) -> float:
+    """Standard deviation of the noise, from differences of consecutive losses: a trend hardly affects them."""
+    return math.sqrt(statistics.fmean((after - before) ** 2 for before, after in itertools.pairwise(losses)) / 2.0)

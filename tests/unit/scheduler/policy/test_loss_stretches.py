@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from scheduler.plan.plan import Plan
@@ -74,3 +75,28 @@ def test_updates_and_decrease_are_of_the_same_span(steps: int, every: int) -> No
 def test_a_stretch_goes_on_until_it_has_enough_losses() -> None:
     plan = Plan.ps(4, 1, plan_id=1)
     assert len(_stretches(plan, range(200, 701, 80), 256, 4)) == 2, "of 192 steps or more"
+
+
+def test_the_error_is_that_of_the_losses_noise() -> None:
+    stretches, plan, rng = LossStretches(), Plan.sync(4), np.random.default_rng(0)
+    found = []
+    for end in range(100, 6500, 64):
+        losses = 3.0 - 0.004 * np.arange(64) + 0.05 * rng.standard_normal(64)
+        stretch = _note(stretches, end, plan, losses.tolist())
+        found += [stretch] if stretch is not None else []
+    assert len(found) == 99
+    assert np.std([one.decrease for one in found]) == pytest.approx(0.05 / 8.0**0.5, rel=0.2)
+    assert np.mean([one.error for one in found]) == pytest.approx(0.05 / 8.0**0.5, rel=0.1)
+
+
+def test_plans_that_do_not_last_are_counted_as_skipped() -> None:
+    stretches, plan = LossStretches(), Plan.sync(4)
+    assert _note(stretches, 10, plan, FALLING[:10]) is None
+    first = _note(stretches, 100, plan, FALLING)
+    assert first is not None and first.skipped == 10.0
+    for end, epoch in ((130, 1), (160, 2), (190, 3)):
+        assert _note(stretches, end, Plan.sync(4, plan_id=epoch), FALLING) is None
+    last = _note(stretches, 260, Plan.sync(4, plan_id=3), FALLING)
+    assert last is not None and last.skipped == 90.0
+    again = _note(stretches, 330, Plan.sync(4, plan_id=3), FALLING)
+    assert again is not None and again.skipped == 0.0
