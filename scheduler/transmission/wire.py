@@ -130,7 +130,8 @@ class WireChoice:
         """Whether steps with the chosen form wait so much longer than in the last trial that another may save time.
 
         Waiting is compared with the rest of the step, since a part that is 0.9 cannot double. A trial takes the waiting
-        that began it as the usual one, so what it could not shorten begins no other one.
+        that began it as the usual one, so what it could not shorten begins no other one. Beyond the lossiest form there
+        is none to go to, and the steps of a trial would be the longest where the link is slow.
         """
         if self._chosen == self.lossiest or len(self._latest) < _WATCHED:
             return False
