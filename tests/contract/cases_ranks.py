@@ -100,17 +100,21 @@ def adasum_is_horovods_own(ctx: Context) -> None:
 
 @case(modes=("sync",))
 def sync_batch_norm_stays_in_sync(ctx: Context) -> None:
-    """Horovod's layer works on a GPU only; what keeps the job in `sync` comes before."""
-    model, layer = mlp(), star_hvd.SyncBatchNorm(6)
-    assert isinstance(layer, horovod.SyncBatchNorm)
-    optimizer = ctx.relaxed().wrap(Plain.simple(model.parameters()), model.named_parameters())
-    for step in range(8):
-        optimizer.zero_grad()
-        with raises(ValueError, "to be on GPU"):
-            layer(batch(ctx.rank, step)[0])
-        differentiate(model, step)
-        optimizer.step()
-    assert optimizer.mode == "sync", optimizer.mode
+    """Horovod's layer works on a GPU only; what keeps the job in `sync` comes before.
+
+    Also if the module with the model imports it from Horovod.
+    """
+    for layer in (star_hvd.SyncBatchNorm(6), horovod.SyncBatchNorm(6)):
+        model = mlp()
+        assert isinstance(layer, horovod.SyncBatchNorm)
+        optimizer = ctx.relaxed().wrap(Plain.simple(model.parameters()), model.named_parameters())
+        for step in range(8):
+            optimizer.zero_grad()
+            with raises(ValueError, "to be on GPU"):
+                layer(batch(ctx.rank, step)[0])
+            differentiate(model, step)
+            optimizer.step()
+        assert optimizer.mode == "sync", optimizer.mode
 
 
 @case(ranks=(4,), modes=("sync",))
