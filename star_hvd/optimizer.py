@@ -21,6 +21,7 @@ from star_hvd import env
 from star_hvd.compression import Compression
 from star_hvd.config import Config
 from star_hvd.engine.exchange.scaled_steps import ScaledSteps
+from star_hvd.errors import StarError
 from star_hvd.runtime import runtime
 from star_hvd.runtime.job_log import note_unlogged
 from star_hvd.wrapper.arguments import check_accuracy, check_numbers, check_overlap, check_predivide, names_of
@@ -419,6 +420,7 @@ class _Wrapper:
             return loss
         if grad_scaler is not None:
             self.pin("a GradScaler decides after the reduction whether to step")
+            self._check_unscaled(grad_scaler)
         if self.should_synchronize:
             if self.synchronized:
                 warnings.warn(
@@ -437,6 +439,22 @@ class _Wrapper:
         skip = grad_scaler is not None and self._skips(grad_scaler)
         value = self.core.apply(skip=skip)
         return loss if closure is not None else value
+
+    def _check_unscaled(self, grad_scaler: Any) -> None:
+        """Check that the program has not unscaled gradients that are still being reduced, each rank its own.
+
+        Raises:
+            StarError: It has: then some ranks might find an infinity that others do not, and skip the step alone.
+        """
+        reduced = self.synchronized or not self.should_synchronize
+        reduces = isinstance(self.core, BucketCore) or self.core.reduces
+        if reduces and not reduced and _scaler_state(grad_scaler, self.wrapped())["stage"].name == "UNSCALED":
+            raise StarError(
+                "scaler.unscale_(optimizer) was called while each rank had its own gradients, which were still being "
+                "reduced; expected optimizer.synchronize() before it: loss.backward(), optimizer.synchronize(), "
+                "scaler.unscale_(optimizer), the clipping, and scaler.step(optimizer) within 'with "
+                "optimizer.skip_synchronize():'. To clip alone, give max_grad_norm= to hvd.DistributedOptimizer"
+            )
 
     def _skips(self, grad_scaler: Any) -> bool:
         """Unscale the gradients and return whether the step must not be applied."""
@@ -493,10 +511,14 @@ def _found_infinity(scaler: Any, optimizer: Any) -> bool:
 
     They are equal on all ranks, so either all ranks skip the step or none.
     """
-    state = scaler._per_optimizer_states[id(optimizer)]
+    state = _scaler_state(scaler, optimizer)
     if state["stage"].name == "READY":
         scaler.unscale_(optimizer)
     return bool(sum(found.item() for found in state["found_inf_per_device"].values()))
+
+
+def _scaler_state(scaler: Any, optimizer: Any) -> Any:
+    return scaler._per_optimizer_states[id(optimizer)]
 
 
 class _Methods:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
 import torch
 
+import star_hvd
 from tests.contract.harness import (
     Api,
     Context,
@@ -18,6 +20,7 @@ from tests.contract.harness import (
     loss_of,
     mlp,
     params_of,
+    raises,
     train,
     values_of,
     warned,
@@ -98,6 +101,22 @@ def _after_all(step: Any) -> Any:
 
 def _wait_for_all(name: str) -> None:
     horovod.allreduce(torch.zeros(1), name=name)
+
+
+@case(ranks=(1, 2), modes=("sync",))
+def grad_scaler_that_unscales_before_the_reduction(ctx: Context) -> None:
+    """Ranks would clip and look at gradients of their own; one that finds an infinity would skip the step alone."""
+    for options in ({}, {"groups": 2}):
+        model, optimizer = wrapped(ctx.star, **options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(loss_of(model, ctx.rank, 0)).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with raises(star_hvd.StarError, "optimizer.synchronize()") if ctx.size > 1 else contextlib.nullcontext():
+            scaler.step(optimizer)
+        if ctx.size > 1:
+            with optimizer.skip_synchronize():
+                optimizer.synchronize()
 
 
 @case()
