@@ -604,7 +604,8 @@ class _Methods:
         wrapper = getattr(self, "_star", None)
         if wrapper is None:  # torch copies the groups and the state, and nothing else.
             made = next(each for each in type(self).__mro__ if "_star_class" in each.__dict__)
-            return dict(made.__bases__[0].state_dict(self))  # type: ignore[attr-defined]
+            state: dict[str, Any] = made.__bases__[0].state_dict(self)  # type: ignore[attr-defined]
+            return state
         wrapper.refresh_state()
         return wrapper.local_state()
 

@@ -15,6 +15,7 @@ and one request at a time needs no more than this.)
 
 from __future__ import annotations
 
+import math
 import secrets
 import struct
 import time
@@ -42,6 +43,8 @@ __all__ = [
     "is_measured",
     "probe",
     "rate_of",
+    "take_weights",
+    "weights_size_bytes",
 ]
 
 MAX_PROBE_BYTES = 64 * 1024 * 1024
@@ -53,6 +56,7 @@ PUSH_HEADER = struct.Struct("<4sBIIQQIQQQ")
 _MAGIC, _PROTOCOL = PUSH_MAGIC, 2
 _ACK = struct.Struct("<4sQQ")  # magic, push, first version that contains it
 _MAX_PUSH_BYTES = 1 << 40
+_WEIGHT_BYTES = 8
 _MAX_VERSION = 1 << 62
 _MOST_LINKS = 4096  # Links whose last push is remembered.
 _MOST_AT_ONCE = 2  # Links of one child on which a push may be incomplete.
@@ -119,8 +123,13 @@ class ParentLink:
     def _connect(self) -> Caller:
         return Caller(self._keyring, self.parent)
 
-    def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
+    def push(self, flats: Sequence[torch.Tensor], version: int, weights: Sequence[float] = ()) -> int:
         """Send one gradient, one flat buffer per bucket. Return the first version that will contain it.
+
+        Args:
+            flats: The buffers.
+            version: Step of the parameters it was computed on.
+            weights: Their weights, which buffers of bfloat16 round; sent behind them.
 
         Raises:
             DeadlineError: The parent did not answer in time.
@@ -129,6 +138,7 @@ class ParentLink:
         wait = WaitTime(LOOK_S, lambda: f"rank {self.parent} to take a late gradient", lasts=True)
         self._pushes += 1
         body = self._packer.pack(flats) if self._packer is not None else _as_they_are(flats)
+        body += struct.pack(f"<{len(weights)}d", *weights)
         up = self._up
         pace = up.bytes_per_s(len(body)) if up is not None else self._pace_bytes_per_s
         measures = up is not None and up.measures(len(body))
@@ -217,6 +227,27 @@ class ParentLink:
     def close(self) -> None:
         """Close the socket."""
         self._caller.close()
+
+
+def weights_size_bytes(n_buckets: int) -> int:
+    """Return the size of the weights behind the buffers of a push."""
+    return _WEIGHT_BYTES * n_buckets
+
+
+def take_weights(body: bytearray, n_buckets: int) -> list[float]:
+    """Cut the weights off a push, which leaves its buffers as they were encoded; return them.
+
+    Raises:
+        ChannelError: It is shorter than its weights, or these are none.
+    """
+    start = len(body) - weights_size_bytes(n_buckets)
+    if start < 0:
+        raise ChannelError(f"a late gradient has {len(body)} bytes; expected {n_buckets} weights behind its buffers")
+    weights = list(struct.unpack(f"<{n_buckets}d", body[start:]))
+    if not all(0.0 <= weight < math.inf for weight in weights):
+        raise ChannelError(f"a late gradient has the weights {weights}; expected finite numbers from 0")
+    del body[start:]
+    return weights
 
 
 def _as_they_are(flats: Sequence[torch.Tensor]) -> bytes:

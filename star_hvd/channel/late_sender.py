@@ -29,7 +29,7 @@ _SLICE_S = 1.0  # Longest wait in `flush` without another look at its deadline.
 class Link(Protocol):
     """The part of `star_hvd.channel.late_push.ParentLink` used here."""
 
-    def push(self, flats: Sequence[torch.Tensor], version: int) -> int: ...
+    def push(self, flats: Sequence[torch.Tensor], version: int, weights: Sequence[float] = ()) -> int: ...
     def close(self) -> None: ...
 
 
@@ -40,17 +40,19 @@ class Sum:
     Attributes:
         flats: The sums.
         version: Step of the parameters that the oldest gradient was computed on.
+        weights: The sums of the weights, which buffers of bfloat16 round to 8 bits.
         count: Number of gradients.
     """
 
     flats: list[torch.Tensor]
     version: int
+    weights: list[float]
     count: int = 1
 
     @property
     def weight(self) -> float:
         """Their weight, on the scale of the counters."""
-        return sum(float(flat[-1]) for flat in self.flats) / len(self.flats)
+        return sum(self.weights) / len(self.weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +108,17 @@ class LateSender:
 
     # ---- training thread --------------------------------------------------------------------------------------
 
-    def add(self, flats: Sequence[torch.Tensor], version: int) -> None:
-        """Send the contents of these buffers as soon as the link is free; never waits."""
+    def add(self, flats: Sequence[torch.Tensor], version: int, weights: Sequence[float]) -> None:
+        """Send the contents of these buffers, with their weights, as soon as the link is free; never waits."""
         host = [flat.detach().cpu() for flat in flats]
         with self._changed:
             self._check()
             if self._waiting is None:
-                self._waiting = Sum([flat.clone() for flat in host], version)
+                self._waiting = Sum([flat.clone() for flat in host], version, list(weights))
             else:
                 for total, flat in zip(self._waiting.flats, host, strict=True):
                     total.add_(flat)
+                self._waiting.weights = [a + b for a, b in zip(self._waiting.weights, weights, strict=True)]
                 self._waiting.count += 1
             self._changed.notify_all()
 
@@ -201,7 +204,7 @@ class LateSender:
         try:
             while (job := self._next()) is not None:
                 began_s = time.monotonic()
-                contained = self._link.push(job.flats, job.version)
+                contained = self._link.push(job.flats, job.version, job.weights)
                 sent = Sent(job.version, contained, job.count, time.monotonic() - began_s)
                 with self._changed:
                     self._sent.append(sent)

@@ -12,6 +12,7 @@ import torch
 
 from scheduler.plan.mode_names import crossing
 from scheduler.records import Plan
+from star_hvd.channel.late_push import take_weights
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.base import Send
 from star_hvd.channel.messages.switch import Commit, PlanActive, Prepared, PrepareFailed, Restart
@@ -477,8 +478,8 @@ class StepDriver:
 
         Called in the tensor server's thread.
         """
+        weights = take_weights(body, len(self.engine.applier.buckets))
         parts = unpack(body, self.engine.applier.buckets)
-        weights = [float(part[-1]) for part in parts]
         with self.engine.streams.own():
             buckets = self.engine.applier.buckets
             flats = [part.to(bucket.flat.device) for part, bucket in zip(parts, buckets, strict=True)]

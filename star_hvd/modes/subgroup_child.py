@@ -121,23 +121,24 @@ class ChildSteps:
         engine.own.steps += 1
         engine.applier.clip()
         version = engine.step
+        weights = []  # A buffer of bfloat16 rounds its own.
         for bucket in engine.applier.buckets:
-            engine.own.weigh(bucket, skip=skip)
-            engine.fold_late(bucket, bucket.flat)
+            own = engine.own.weigh(bucket, skip=skip)
+            weights.append(own + engine.fold_late(bucket, bucket.flat))
         flats = [bucket.flat for bucket in engine.applier.buckets]
         if self.over:
-            engine.keep_late([flat.clone() for flat in flats], version)
+            engine.keep_late([flat.clone() for flat in flats], version, weights=weights)
             return None
         engine.streams.await_host(self._deadline_s)
         engine.counters.late += 1
         # The parent counts it as produced on its side, and counts its outcome.
-        engine.sent_elsewhere(sum(float(flat[-1]) for flat in flats) / len(flats))
+        engine.sent_elsewhere(sum(weights) / len(weights))
         if self._sender is not None:
-            self._sender.add(flats, version)
+            self._sender.add(flats, version, weights)
             self._take_results(self._sender)
             return None
         began_s = time.monotonic()
-        contained = self._link.push(flats, version)
+        contained = self._link.push(flats, version, weights)
         # A parent that is elsewhere must not hold up this rank, which then continues with its present parameters.
         self._receive(contained, _PATIENCE_S if self._answered else _SHORT_PATIENCE_S)
         # Reported under this plan though the next may be in force, under which the containing step may not exist.
@@ -234,10 +235,10 @@ class ChildSteps:
         if self._sender is not None:
             unsent = self._sender.close(self._state_deadline_s)
             if unsent is not None and self._engine.failure is None:
-                buckets, weights = self._engine.applier.buckets, [float(flat[-1]) for flat in unsent.flats]
+                buckets = self._engine.applier.buckets
                 flats = [flat.to(bucket.flat.device) for flat, bucket in zip(unsent.flats, buckets, strict=True)]
                 # It counts as taken over, since it was counted as sent.
-                self._engine.keep_late(flats, unsent.version, taken_over=True, weights=weights)
+                self._engine.keep_late(flats, unsent.version, taken_over=True, weights=unsent.weights)
             self._count_unanswered(self._sender.unanswered)
         if self._sender is None or not self._sender.closes_link:
             self._link.close()

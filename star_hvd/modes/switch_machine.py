@@ -212,9 +212,6 @@ class SwitchMachine:
         assert all(type(each) in row.instructions for each in found), f"{before.name} and {event} asked for {found}"
         return found
 
-    def _to_all(self, event: Event, *states: PlanState) -> list[Instruction]:
-        return [each for record in self._in(*states) for each in self._apply(record, event)]
-
     def _in(self, *states: PlanState) -> list[_Record]:
         """Return the records in one of these states, by plan id."""
         return [record for _, record in sorted(self._records.items()) if record.state in states]

@@ -30,7 +30,7 @@ from star_hvd.channel.agent import Agent
 from star_hvd.channel.departures import Departures
 from star_hvd.channel.handshake_limiter import CONTROL_BYTES, SLACK_BYTES
 from star_hvd.channel.keys import Keyring, Peer, PrivateFolder, own_address
-from star_hvd.channel.late_push import MAX_PROBE_BYTES, PROBE, LatePushes
+from star_hvd.channel.late_push import MAX_PROBE_BYTES, PROBE, LatePushes, weights_size_bytes
 from star_hvd.channel.messages import base as messages
 from star_hvd.channel.messages.joins import JoinedRanks, ProgramCollective
 from star_hvd.channel.messages.leases import Consumed, Lease, LeaseRecall, ReportConsumed
@@ -836,7 +836,8 @@ class Runtime:
             return MAX_PROBE_BYTES
         driver = self.drivers.get(optimizer_id)
         buckets = driver.engine.applier.buckets if driver is not None else []
-        return sum((bucket.numel + 1) * bucket.flat.element_size() for bucket in buckets)
+        size = sum((bucket.numel + 1) * bucket.flat.element_size() for bucket in buckets)
+        return size + weights_size_bytes(len(buckets))
 
 
 def _kind_of_failure(error: Exception) -> type[StarError | RankLostError]:

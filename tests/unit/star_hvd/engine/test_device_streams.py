@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
@@ -116,6 +117,7 @@ def fold_of_a_childs_gradient(device: FakeDevice) -> float:
     made = StepDriver(0, Config(), lambda *given, **more: None, cast(Any, None), str, lambda task: None)
     made.engine = engine
     body = b"".join(torch.ones(bucket.numel + 1).numpy().tobytes() for bucket in engine.applier.buckets)
+    body += struct.pack(f"<{len(engine.applier.buckets)}d", *[1.0] * len(engine.applier.buckets))
     with device.on("S0"):
         made.accept_late(1, 0, bytearray(body))
     engine.close(0)
@@ -272,7 +274,7 @@ class HostLink:
     def __init__(self) -> None:
         self.pushed: list[torch.Tensor] = []
 
-    def push(self, flats: Sequence[torch.Tensor], version: int) -> int:
+    def push(self, flats: Sequence[torch.Tensor], version: int, weights: Sequence[float] = ()) -> int:
         self.pushed = [flat.detach().cpu() for flat in flats]
         return version + 1
 

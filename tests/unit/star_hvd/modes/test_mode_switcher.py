@@ -507,7 +507,7 @@ def test_gradients_that_a_child_has_not_sent_are_dropped_when_the_program_loads_
         engine.agreement.plan = plan
 
     class Parent(Line):
-        def push(self, flats: Any, version: int) -> int:
+        def push(self, flats: Any, version: int, weights: Any = ()) -> int:
             begun.set()
             assert free.wait(DEADLINE_S)
             return version + 1
@@ -569,7 +569,7 @@ def test_a_childs_step_during_which_the_mode_ends_is_reported_as_one_of_its_own_
     plan, after = Plan.subgroup(3, (0, 1), plan_id=1), Plan.grouped(3, [(0, 1), (2,)]).replace(plan_id=2, servers=(0,))
 
     class Parent(Line):
-        def push(self, flats: Any, version: int) -> int:
+        def push(self, flats: Any, version: int, weights: Any = ()) -> int:
             with engine.lock:
                 engine.agreement.plan = after  # It comes into force while the gradient is on its way.
             return version + 2
@@ -593,7 +593,7 @@ def test_a_gradient_on_its_way_that_fails_at_the_end_of_the_mode_counts_as_dropp
     class Parent(Line):
         parent = 0
 
-        def push(self, flats: Any, version: int) -> int:
+        def push(self, flats: Any, version: int, weights: Any = ()) -> int:
             pushing.set()
             assert closing.wait(60.0)
             raise ChannelError("the parent is gone")

@@ -19,7 +19,7 @@ from scheduler.plan.plan import Plan
 from scheduler.transmission.decision import PACE_DOWN, PACE_UP, Decision
 from star_hvd.channel import options
 from star_hvd.channel.keys import Keyring, Peer
-from star_hvd.channel.late_push import PUSH_HEADER, LatePushes, ParentLink
+from star_hvd.channel.late_push import PUSH_HEADER, LatePushes, ParentLink, take_weights
 from star_hvd.channel.late_sender import LateSender
 from star_hvd.channel.state_transfer import TensorServer, fetch
 from star_hvd.engine.records import Snapshot
@@ -466,15 +466,18 @@ def test_sums_of_late_gradients_are_taken_once(parent: Parent, way: int) -> None
             parent.proxy.arm(way, number // 20, inside=number % 40 == 0)
         gradient = torch.zeros(count + 1)
         gradient[number] = gradient[-1] = 1.0
-        sender.add([gradient], number)
+        sender.add([gradient], number, [1.0])
         gradient.fill_(float("nan"))
         time.sleep(0.002)
     sender.flush(DEADLINE_S)
     sent, _ = sender.take_results()
-    assert sender.close(DEADLINE_S) is None and sender.ended
+    assert sender.close(DEADLINE_S) is None and not sender.closes_link
     link.close()
-    bodies = [torch.frombuffer(bytearray(body), dtype=torch.float32) for *_, body in parent.taken]
+    taken = [bytearray(body) for *_, body in parent.taken]
+    weights = [take_weights(body, 1)[0] for body in taken]
+    bodies = [torch.frombuffer(body, dtype=torch.float32) for body in taken]
     assert torch.stack(bodies).sum(0).tolist() == [1.0] * count + [float(count)]
+    assert sum(weights) == count
     assert sum(each.count for each in sent) == count and len(sent) == len(parent.taken) < count
     assert parent.proxy.cuts > 0
 
