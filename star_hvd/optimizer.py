@@ -601,11 +601,10 @@ class _Methods:
         `partial` and `local`, while the program has other weights in the place of the parameters, it changes nothing:
         the state is that of the parameters that the program will put back. A copy of the optimizer has its own state.
         """
-        wrapper = getattr(self, "_star", None)
+        wrapper: _Wrapper | None = getattr(self, "_star", None)
         if wrapper is None:  # torch copies the groups and the state, and nothing else.
             made = next(each for each in type(self).__mro__ if "_star_class" in each.__dict__)
-            state: dict[str, Any] = made.__bases__[0].state_dict(self)  # type: ignore[attr-defined]
-            return state
+            return dict(made.__bases__[0].state_dict(self))  # type: ignore[attr-defined]
         wrapper.refresh_state()
         return wrapper.local_state()
 
