@@ -217,7 +217,7 @@ class Relaxed(Running):
         pass
 
     @contextlib.contextmanager
-    def meeting(self, reason: str, *, out_of_data: bool) -> Iterator[None]:
+    def meeting(self, reason: str, *, in_pass: bool) -> Iterator[None]:
         self.met.append(reason)
         yield
         self.met.append("left")
