@@ -50,7 +50,7 @@ class InForce:
     Attributes:
         plans: The plans.
         which: Index of the plan of every row, shape (n_rows,).
-        updates: Updates per row, same shape; under `local` steps of a rank.
+        updates: Updates per row, same shape; under `local` mean steps of a rank.
     """
 
     plans: tuple[Plan, ...]
@@ -104,7 +104,7 @@ class WhatIf:
     """Result of `what_if`.
 
     Attributes:
-        steps: Logged updates; under `local` steps of a rank.
+        steps: Logged updates; under `local` mean steps of a rank.
         sync_steps: Steps of `sync` with the same progress.
         world_size: Ranks.
         sync_s: Time of the same progress in `sync`.
@@ -201,6 +201,8 @@ def what_if(
 
 
 def _usual_modes(basis: Conditions) -> tuple[str, ...]:
+    if basis.world_size < 2:
+        return ("sync",)
     exact = (("sync(balanced)", basis.batch), ("sync(steal)", basis.microbatches))
     return (
         *_MODES,

@@ -243,6 +243,31 @@ def test_communication_is_measured_in_sync(tmp_path: Path) -> None:
     assert found.sync_s / found.sync_steps == pytest.approx(0.12 + 0.01)
 
 
+def test_one_rank_has_one_mode() -> None:
+    assert [one.label for one in what_if(np.full((40, 1), 0.1)).modes] == ["sync"]
+
+
+def test_modes_that_are_possible_are_listed(tmp_path: Path) -> None:
+    times = read_run(logged(tmp_path / "run"))
+    usual = {one.label for one in what_if(times.compute_s, times.wait_s).modes}
+    found = {one.label for one in what_if(times.compute_s, times.wait_s, batch=16, microbatches=4).modes}
+    assert found - usual == {"sync(balanced)", "sync(steal)"}
+
+
+def test_an_averaging_costs_its_communication_once() -> None:
+    """Of 0.05 s of communication in each step, `local(4)` has a quarter: what is measured is no compute time."""
+    times = np.full((64, 4), 0.05)
+    found = {one.label: one.relative for one in what_if(times, np.full((64, 4), 0.05), modes=("local(4)",)).modes}
+    assert found["local(4)"] < 1.0, "0.625 of the time, at the price of the drift between averagings"
+
+
+def test_waits_count_by_their_mean() -> None:
+    """One wait of three is long, as on a busy machine: the replay takes as long as the run did."""
+    waits = np.where(np.arange(96)[:, None] % 3 == 0, 0.07, 0.01) * np.ones((1, 4))
+    found = what_if(np.full((96, 4), 0.05), waits)
+    assert found.sync_s == pytest.approx(96 * 0.05 + waits[:, 0].sum(), rel=0.02)
+
+
 def test_equal_ranks_gain_nothing(tmp_path: Path) -> None:
     times = read_run(logged(tmp_path / "run", slow=1.0))
     found = what_if(times.compute_s, times.wait_s)
