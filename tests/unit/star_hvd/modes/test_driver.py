@@ -166,7 +166,7 @@ def test_local_is_refused_beside_another_optimizer_also_one_made_while_the_plan_
     agreement = SimpleNamespace(prepared=None, pinned=None)
     engine = SimpleNamespace(unsuited=lambda plan: None, lock=threading.RLock(), agreement=agreement)
     made = driver(engine, send=sent.append)
-    made.switcher = cast(Any, SimpleNamespace(offer=taken.append, abandon=lambda plan_id: taken.append(plan_id)))
+    made.switcher = cast(Any, SimpleNamespace(offer=lambda plan, _: taken.append(plan), abandon=taken.append))
     local, partial = Plan.local(3, steps=4, plan_id=5), Plan.partial(3, 2, plan_id=6)
     offer = PlanMessage(0, local.to_dict())
     made.on_message(offer)
