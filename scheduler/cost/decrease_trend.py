@@ -1,10 +1,10 @@
-"""Trend of the loss decrease during a training, from which a cost of staleness is told apart.
+"""Trend of the loss decrease during a training, from which a cost of staleness is distinguished.
 
 The decrease of the loss per unit of progress changes during a training, whatever the mode: mostly it falls, as the
 loss flattens, and how fast is unknown. Its logarithm is tracked as a local linear trend: a level and a slope, which
 wander. For each hypothesis on the progress of a stretch there is one such trend, and the density of each new decrease
 under it, given those before, is the evidence for the hypothesis. A change of mode shows as a jump against the trend.
-Where there is one change only, a jump and a bend of the trend are told apart near it only, so that a hypothesis gains
+Where there is one change only, a jump and a bend of the trend differ clearly near it only, so that a hypothesis gains
 little; where modes alternate, each change adds evidence. Hypotheses that differ by a constant factor of all stretches,
 as those on a single mode do, have the same evidence.
 

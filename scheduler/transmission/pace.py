@@ -28,7 +28,7 @@ _WORTH_S = 0.03  # Transfers shorter than this are not paced: about the queue th
 _LEAST_BYTES = 1 << 16  # Smaller transfers measure the rate only if they are long enough to be paced.
 _CHUNK_S, _LEAST_CHUNK_BYTES = 0.008, 4096  # Longest wait of other messages; each chunk wakes threads at both ends.
 _SOONEST, _RAREST = 8, 256
-_OTHER = 0.25  # A pace that differs by this fraction from the last one that was told is told, too.
+_OTHER = 0.25  # A pace that differs by this fraction from the last one that was logged is logged, too.
 _SLOWER = 0.75  # Fraction of the pace: a paced transfer below it was slowed by the link, not by a thread.
 
 

@@ -37,7 +37,7 @@ _SMOOTHING = 0.2  # Weight of the newest step in this rank's usual compute time.
 
 
 def sizes_of(engine: StepEngine) -> tuple[int, float, float]:
-    """Return what the coordinator is told of the gradients: `gradient_bytes`, `edge_part` and `pushed_part`."""
+    """Return the sizes of the gradients for the coordinator: `gradient_bytes`, `edge_part` and `pushed_part`."""
     applier = engine.applier
     sizes = [bucket.flat.numel() * bucket.flat.element_size() for bucket in applier.buckets]
     # Gradients that are clipped, or on a device, are pushed as a whole.
