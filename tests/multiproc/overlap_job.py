@@ -105,6 +105,14 @@ def step(net: Net, optimizer: Any, number: int) -> float:
     return float(loss.detach())
 
 
+def clipped_step(net: torch.nn.Module, optimizer: Any) -> None:
+    """Clip by hand between the reduction and the step."""
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
 def pending(optimizer: Any) -> bool:
     overlapped = driver_of(optimizer).overlapped
     return overlapped is not None and overlapped.pending
@@ -355,10 +363,7 @@ def by_hand(overlap: bool) -> Facts:
         optimizer.zero_grad()
         loss_of(net, number).backward()
         if number in (2, 3):
-            optimizer.synchronize()
-            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-            with optimizer.skip_synchronize():
-                optimizer.step()
+            clipped_step(net, optimizer)
         else:
             optimizer.step()
     first = end(net, optimizer)
@@ -675,10 +680,7 @@ def drawn(overlap: bool) -> Facts:
             loss = net(torch.randn(3, net.width, generator=generator), number).square().mean()
             loss.backward()
             if seed % 8 == 7 and number == STEPS - 3:  # Ends the overlap.
-                optimizer.synchronize()
-                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
-                with optimizer.skip_synchronize():
-                    optimizer.step()
+                clipped_step(net, optimizer)
             else:
                 optimizer.step()
             went_on += pending(optimizer)
